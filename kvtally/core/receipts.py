@@ -1,0 +1,117 @@
+"""Receipts: the two halves that prove reuse, and the verdict that matching them gives.
+
+Prefill files one half (what it saved), decode the other (what it really loaded and computed). Owns the records, the
+verdict rule and `ReceiptBook`, the bounded ledger in which the store keeps halves by ticket. No clock: time is an argument.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from enum import StrEnum
+
+import msgspec
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Verdict(StrEnum):
+    PROVED = "proved"  # decode loaded or held everything prefill promised, verified
+    SHORT = "short"  # some was reused, less than promised
+    LOCAL = "local"  # no prefill took part: decode held the prefix itself
+    RECOMPUTED = "recomputed"  # nothing promised was reused; `reason` says why
+    MISSING = "missing"  # decode's half never came
+
+
+class Half(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One party's account of one request, in tokens and bytes as it counted them itself.
+
+    For prefill `saved_tokens` is the boundary it promises and `chain` names it. For decode the four `tokens_*` fields say
+    where each reused prompt token came from and `computed_tokens` what it had to compute.
+    """
+
+    role: Role
+    request: str = ""
+    prompt_tokens: int = 0
+    saved_tokens: int = 0
+    chain: bytes = b""
+    tokens_gpu: int = 0
+    tokens_host: int = 0
+    tokens_disk: int = 0
+    tokens_remote: int = 0
+    computed_tokens: int = 0
+    moved_bytes: int = 0
+    wait_ms: float = 0.0
+    load_ms: float = 0.0
+    verified: bool = False
+    reason: str = ""
+
+    @property
+    def reused_tokens(self) -> int:
+        return self.tokens_gpu + self.tokens_host + self.tokens_disk + self.tokens_remote
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """Both halves of one ticket, as far as they have been filed."""
+
+    ticket: str
+    prefill: Half | None = None
+    decode: Half | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.decode is None:
+            return Verdict.MISSING
+        if self.prefill is None:
+            return Verdict.LOCAL if self.decode.reused_tokens else Verdict.RECOMPUTED
+        moved = self.decode.reused_tokens - self.decode.tokens_gpu
+        if self.decode.reused_tokens == 0:
+            return Verdict.RECOMPUTED
+        if self.decode.reused_tokens >= self.prefill.saved_tokens and (self.decode.verified or moved == 0):
+            return Verdict.PROVED
+        return Verdict.SHORT
+
+
+class ReceiptBook:
+    """Receipts by ticket: at most `capacity` of them, each for `lifetime_ns` after its last half was filed."""
+
+    def __init__(self, *, capacity: int, lifetime_ns: int) -> None:
+        self._capacity = capacity
+        self._lifetime_ns = lifetime_ns
+        self._entries: OrderedDict[str, tuple[int, Receipt]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def file(self, ticket: str, half: Half, now_ns: int) -> Receipt:
+        """Add one half; a second filing of the same half replaces the first (a retried request reports again)."""
+        self._expire(now_ns)
+        _, known = self._entries.pop(ticket, (0, Receipt(ticket=ticket)))
+        if half.role is Role.PREFILL:
+            receipt = Receipt(ticket=ticket, prefill=half, decode=known.decode)
+        else:
+            receipt = Receipt(ticket=ticket, prefill=known.prefill, decode=half)
+        self._entries[ticket] = (now_ns, receipt)
+        while len(self._entries) > self._capacity:
+            self._entries.popitem(last=False)
+        return receipt
+
+    def find(self, ticket: str, now_ns: int) -> Receipt | None:
+        self._expire(now_ns)
+        entry = self._entries.get(ticket)
+        return entry[1] if entry else None
+
+    def last(self, count: int, now_ns: int) -> list[Receipt]:
+        """The most recently filed receipts, newest first."""
+        self._expire(now_ns)
+        newest = [receipt for _, (_, receipt) in zip(range(count), reversed(self._entries.items()), strict=False)]
+        return [receipt for _, receipt in newest]
+
+    def _expire(self, now_ns: int) -> None:
+        while self._entries:
+            ticket = next(iter(self._entries))
+            if now_ns - self._entries[ticket][0] <= self._lifetime_ns:
+                return
+            del self._entries[ticket]

@@ -1,0 +1,430 @@
+"""Residency: which objects exist, in which tier, in which state. The store's one index, mutated by its loop alone.
+
+Objects that share a boundary form a *node* of a tree: one node per chain value, its parent the boundary before it.
+Within a node an object is a bit, `group * ranks + rank`, so that "is everything here?" is one integer comparison and a
+whole prompt is looked up in microseconds.
+
+    Family (one namespace)                    Node.held, one mask per tier, packed
+      root ─ 256 ─ 512 ─ 768 ─ 992 (tail)       ┌── tier 2 ──┬── tier 1 ──┬── arena ──┐
+                     └─ 768' ─ 1024'             └ width bits ┴ width bits ┴ width bits┘
+
+States of an object: absent; *pending* (a writer has a slot, nobody may read); resident in the arena, in lower tiers, or
+both. A node is pinned while a lease or a job uses it, and is not evicted then. Bytes of an object that is dropped while
+its node is pinned are freed when the last pin goes: a reader may still be copying.
+
+Neighbours: `hits` (right: what may be promised), `eviction` (who goes next), `space` (arena bytes). No clock, no I/O.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from kvtally.core.eviction import TailFirst
+from kvtally.core.keys import ROOT_CHAIN, ObjectKey
+from kvtally.core.namespace import Namespace
+from kvtally.core.space import Piece, Space, round_up
+
+ARENA = 0
+_CELL = struct.Struct("<QQQ")  # of one object: place in the arena, length in bytes, checksum
+_NO_CELL = bytes(_CELL.size)
+_SCATTERED = 1 << 63  # the place cell holds an index into `Residency._scattered`
+_COUNT_BITS = 32
+_COUNT_MASK = (1 << _COUNT_BITS) - 1
+
+
+class Node:
+    """One boundary of one chain. A plain record with slots: there may be millions."""
+
+    __slots__ = (
+        "cells",
+        "chain",
+        "children",
+        "counts",
+        "end",
+        "family",
+        "held",
+        "parent",
+        "pending",
+        "pins",
+        "queued",
+        "start",
+        "tails",
+        "used",
+    )
+
+    def __init__(self, family: Family, chain: bytes, parent: Node | None, start: int, end: int) -> None:
+        self.family = family
+        self.chain = chain
+        self.parent = parent
+        self.start = start
+        self.end = end
+        self.cells = b""  # one `_CELL` per object, packed: a third of the memory of objects; none until the first one
+        self.held = 0  # resident objects, a mask of `family.width` bits for each tier
+        self.counts = 0  # children resident in each tier, 32 bits each
+        self.children = 0  # children in all
+        self.pending = 0  # objects being written
+        self.pins = 0
+        self.used = 0  # stamp of the last use; a parent's is never older than its children's
+        self.queued = 0  # tiers in whose eviction heap this node stands
+        self.tails: dict[int, int] | None = None  # length in tokens -> resident children of that length that are tails
+
+
+class Family:
+    """All nodes of one namespace."""
+
+    __slots__ = ("full", "group_masks", "namespace", "nodes", "objects", "ranks", "root", "width")
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self.ranks = namespace.ranks
+        self.width = len(namespace.groups) * self.ranks
+        self.full = (1 << self.width) - 1
+        rank_mask = (1 << self.ranks) - 1
+        self.group_masks = tuple(rank_mask << (group * self.ranks) for group in range(len(namespace.groups)))
+        self.root = Node(self, ROOT_CHAIN, None, 0, 0)
+        self.nodes: dict[bytes, Node] = {ROOT_CHAIN: self.root}
+        self.objects = 0  # objects resident in at least one tier
+
+    def bit(self, group: int, rank: int) -> int:
+        return group * self.ranks + rank
+
+    def key(self, node: Node, bit: int) -> ObjectKey:
+        return ObjectKey(self.namespace.digest, node.chain, bit // self.ranks, bit % self.ranks)
+
+
+class ChainConflict(ValueError):
+    """A chain value that is already known with another parent or span: the peer computes chains wrongly."""
+
+
+class Residency:
+    """The index over an arena and `lower_tiers` tiers below it."""
+
+    def __init__(self, arena_bytes: int, lower_tiers: int = 0) -> None:
+        self.tiers = 1 + lower_tiers
+        self.space = Space(arena_bytes)
+        self.families: dict[bytes, Family] = {}
+        self.resident_objects = [0] * self.tiers
+        self.lower_bytes = [0] * self.tiers  # whole granules; the arena's are counted by `space`
+        self.evicted_objects = [0] * self.tiers
+        self._stamp = 0
+        self._scattered: dict[int, tuple[Piece, ...]] = {}
+        self._next_scattered = 0
+        self._doomed: dict[Node, list[tuple[Piece, ...]]] = {}
+        self._candidates = [TailFirst(tier, self._candidate_test(tier)) for tier in range(self.tiers)]
+
+    # ---- nodes
+
+    def register(self, namespace: Namespace) -> Family:
+        return self.families.setdefault(namespace.digest, Family(namespace))
+
+    def ensure(self, family: Family, chain: bytes, parent: bytes, start: int, end: int) -> Node:
+        """The node for this boundary, made if need be, and its parent too. Raises ChainConflict if it is known otherwise."""
+        node = family.nodes.get(chain)
+        if node is not None and node.parent is not None:
+            if node.end != end or node.start != start or node.parent.chain != parent:
+                raise ChainConflict(
+                    f"chain {chain.hex()[:16]} is known as tokens {node.start}..{node.end}, not {start}..{end}"
+                )
+            return node
+        if chain in (ROOT_CHAIN, parent) or start >= end or (start == 0) != (parent == ROOT_CHAIN):
+            raise ChainConflict(f"chain {chain.hex()[:16]} cannot cover the tokens {start}..{end} after this parent")
+        if node is not None and node.end != end:
+            raise ChainConflict(f"chain {chain.hex()[:16]} is known to end at token {node.end}, not {end}")
+        above = family.nodes.get(parent)
+        if above is None:  # not saved (yet, or any more): known as a parent only, its own parent still unknown
+            above = family.nodes[parent] = Node(family, parent, None, 0, start)
+        elif above.end != start:
+            raise ChainConflict(f"parent {parent.hex()[:16]} ends at token {above.end}, not {start}")
+        if node is None:
+            node = family.nodes[chain] = Node(family, chain, above, above.end, end)
+        else:  # until now known as a parent only
+            node.parent, node.start = above, start
+        above.children += 1
+        return node
+
+    def arena_mask(self, node: Node) -> int:
+        return node.held & node.family.full
+
+    def tier_mask(self, node: Node, tier: int) -> int:
+        return (node.held >> (tier * node.family.width)) & node.family.full
+
+    def children(self, node: Node, tier: int) -> int:
+        return (node.counts >> (tier * _COUNT_BITS)) & _COUNT_MASK
+
+    def touch(self, nodes: Iterable[Node | None]) -> None:
+        """These nodes were used now. Give whole paths: a parent must never look older than its child."""
+        self._stamp += 1
+        stamp = self._stamp
+        for node in nodes:
+            if node is not None:
+                node.used = stamp
+
+    def touch_up(self, nodes: Iterable[Node]) -> None:
+        """These nodes and all their ancestors were used now."""
+        self._stamp += 1
+        stamp = self._stamp
+        for node in nodes:
+            above: Node | None = node
+            while above is not None and above.used != stamp:
+                above.used = stamp
+                above = above.parent
+
+    def pin(self, node: Node) -> None:
+        node.pins += 1
+
+    def unpin(self, node: Node) -> None:
+        node.pins -= 1
+        if node.pins == 0:
+            for pieces in self._doomed.pop(node, ()):
+                self.space.free(pieces)
+            self.settle(node)
+
+    # ---- objects
+
+    def pieces(self, node: Node, bit: int) -> tuple[Piece, ...]:
+        """Where a resident object lies in the arena."""
+        place, length, _ = _CELL.unpack_from(node.cells, bit * _CELL.size)
+        return self._scattered[place & ~_SCATTERED] if place & _SCATTERED else (Piece(place, length),)
+
+    def length_bytes(self, node: Node, bit: int) -> int:
+        length: int = _CELL.unpack_from(node.cells, bit * _CELL.size)[1]
+        return length
+
+    def checksum(self, node: Node, bit: int) -> int:
+        value: int = _CELL.unpack_from(node.cells, bit * _CELL.size)[2]
+        return value
+
+    def allocate(self, length_bytes: int) -> tuple[Piece, ...] | None:
+        """Arena pieces for an object, evicting as needed; None when everything that is left is in use."""
+        while True:
+            pieces = self.space.allocate(length_bytes)
+            if pieces is not None or round_up(length_bytes) > self.space.capacity_bytes:
+                return pieces
+            if not self.evict(ARENA):
+                return None
+
+    def begin(self, node: Node, bit: int) -> None:
+        """A writer has a slot for this object."""
+        node.pending |= 1 << bit
+
+    def end(self, node: Node, bit: int) -> None:
+        """The writer is done, one way or the other."""
+        node.pending &= ~(1 << bit)
+        self.settle(node)
+
+    def publish(self, node: Node, bit: int, pieces: tuple[Piece, ...], length_bytes: int, checksum: int) -> None:
+        """The object is in the arena now, in these pieces, readable."""
+        place = pieces[0].offset
+        if len(pieces) > 1:
+            self._scattered[self._next_scattered] = pieces
+            place = _SCATTERED | self._next_scattered
+            self._next_scattered += 1
+        self._write_cell(node, bit, place, length_bytes, checksum)
+        self._set(node, bit, ARENA)
+
+    def add(self, node: Node, bit: int, tier: int, length_bytes: int, checksum: int) -> None:
+        """A lower tier holds the object now."""
+        if self.tier_mask(node, tier) >> bit & 1:
+            return
+        if not self._anywhere(node) >> bit & 1:
+            self._write_cell(node, bit, 0, length_bytes, checksum)
+        self.lower_bytes[tier] += round_up(length_bytes)
+        self._set(node, bit, tier)
+
+    def drop(self, node: Node, bit: int, tier: int) -> None:
+        """The tier no longer holds the object. In the arena its bytes are freed now, or with the node's last pin."""
+        family = node.family
+        mask = 1 << (tier * family.width + bit)
+        if not node.held & mask:
+            return
+        if tier == ARENA:
+            pieces = self._forget_place(node, bit)
+            if node.pins:
+                self._doomed.setdefault(node, []).append(pieces)
+            else:
+                self.space.free(pieces)
+        else:
+            self.lower_bytes[tier] -= round_up(self.length_bytes(node, bit))
+        was_resident = self.tier_mask(node, tier)
+        node.held &= ~mask
+        self.resident_objects[tier] -= 1
+        if not self._anywhere(node) >> bit & 1:
+            family.objects -= 1
+        if was_resident and not self.tier_mask(node, tier):
+            self._left(node, tier)
+        self.settle(node)
+
+    def evict(self, tier: int) -> list[ObjectKey]:
+        """Drop the next victim's objects from a tier; their keys, or nothing if no node may go."""
+        node = self._candidates[tier].next()
+        if node is None:
+            return []
+        bits = list(each_bit(self.tier_mask(node, tier)))
+        keys = [node.family.key(node, bit) for bit in bits]
+        for bit in bits:
+            self.drop(node, bit, tier)
+        self.evicted_objects[tier] += len(bits)
+        return keys
+
+    def forget(self, family: Family, tier: int) -> list[ObjectKey]:
+        """Drop every object of a family from one tier; their keys."""
+        keys = []
+        for node in list(family.nodes.values()):
+            for bit in each_bit(self.tier_mask(node, tier)):
+                keys.append(family.key(node, bit))
+                self.drop(node, bit, tier)
+        return keys
+
+    # ---- presence
+
+    def path(self, family: Family, chains: bytes) -> list[Node | None]:
+        """The nodes of a prompt, one for each 32-byte chain value."""
+        find = family.nodes.get
+        return [find(chains[at : at + 32]) for at in range(0, len(chains), 32)]
+
+    def masks(self, family: Family, path: Sequence[Node | None], tiers: Iterable[int]) -> list[int]:
+        """For each node of a path the objects resident in any of these tiers."""
+        full, shifts = family.full, [tier * family.width for tier in tiers]
+        if shifts == [0]:
+            return [node.held & full if node is not None else 0 for node in path]
+        found = []
+        for node in path:
+            mask = 0
+            if node is not None:
+                held = node.held
+                for shift in shifts:
+                    mask |= held >> shift
+            found.append(mask & full)
+        return found
+
+    def presence(self, family: Family, masks: Sequence[int]) -> list[list[bool]]:
+        """Rows of `hits.longest_hit`: for each group, at each boundary, whether it is there on every rank."""
+        by_mask = {mask: [mask & wanted == wanted for wanted in family.group_masks] for mask in set(masks)}
+        return [[by_mask[mask][group] for mask in masks] for group in range(len(family.group_masks))]
+
+    # ---- inside
+
+    def _candidate_test(self, tier: int) -> Callable[[Node], bool]:
+        shift = tier * _COUNT_BITS
+
+        def is_candidate(node: Node) -> bool:
+            if node.pins or node.pending or (node.counts >> shift) & _COUNT_MASK:
+                return False
+            return bool((node.held >> (tier * node.family.width)) & node.family.full)
+
+        return is_candidate
+
+    def _write_cell(self, node: Node, bit: int, place: int, length_bytes: int, checksum: int) -> None:
+        cells = node.cells or _NO_CELL * node.family.width
+        at = bit * _CELL.size
+        node.cells = cells[:at] + _CELL.pack(place, length_bytes, checksum) + cells[at + _CELL.size :]
+
+    def _forget_place(self, node: Node, bit: int) -> tuple[Piece, ...]:
+        pieces = self.pieces(node, bit)
+        place = _CELL.unpack_from(node.cells, bit * _CELL.size)[0]
+        if place & _SCATTERED:
+            del self._scattered[place & ~_SCATTERED]
+        return pieces
+
+    def _anywhere(self, node: Node) -> int:
+        held, mask = node.held, 0
+        while held:
+            mask |= held & node.family.full
+            held >>= node.family.width
+        return mask
+
+    def _set(self, node: Node, bit: int, tier: int) -> None:
+        family = node.family
+        if not self._anywhere(node) >> bit & 1:
+            family.objects += 1
+        was_resident = self.tier_mask(node, tier)
+        node.held |= 1 << (tier * family.width + bit)
+        self.resident_objects[tier] += 1
+        if not was_resident:
+            self._came(node, tier)
+        self._candidates[tier].offer(node)
+
+    def _came(self, node: Node, tier: int) -> None:
+        """The node's first object in this tier."""
+        parent = node.parent
+        assert parent is not None
+        parent.counts += 1 << (tier * _COUNT_BITS)
+        length = node.end - node.start
+        if length % node.family.namespace.chunk_tokens:
+            if parent.tails is None:
+                parent.tails = {}
+            parent.tails[length] = parent.tails.get(length, 0) + 1
+
+    def _left(self, node: Node, tier: int) -> None:
+        """The node's last object in this tier is gone."""
+        parent = node.parent
+        assert parent is not None
+        parent.counts -= 1 << (tier * _COUNT_BITS)
+        length = node.end - node.start
+        if parent.tails is not None and length % node.family.namespace.chunk_tokens:
+            parent.tails[length] -= 1
+            if not parent.tails[length]:
+                del parent.tails[length]
+        self._candidates[tier].offer(parent)
+
+    def settle(self, node: Node) -> None:
+        """After a change: the node may have become a candidate for eviction, or superfluous, and so may its parents."""
+        for tier in range(self.tiers):
+            self._candidates[tier].offer(node)
+        current: Node | None = node
+        while current is not None and not (current.held or current.children or current.pending or current.pins):
+            parent = current.parent
+            if current is current.family.root or current.family.nodes.get(current.chain) is not current:
+                return
+            del current.family.nodes[current.chain]
+            if parent is not None:
+                parent.children -= 1
+            current = parent
+
+    # ---- invariants
+
+    def check(self) -> None:
+        """Assert every invariant. Linear; for tests and simulation."""
+        self.space.check()
+        objects = [0] * self.tiers
+        for family in self.families.values():
+            resident = 0
+            expected: dict[bytes, int] = {}
+            children: dict[bytes, int] = {}
+            for chain, node in family.nodes.items():
+                assert node.chain == chain and node.family is family and node.pins >= 0
+                assert node is family.root or node.held or node.children or node.pending or node.pins
+                resident += self._anywhere(node).bit_count()
+                for tier in range(self.tiers):
+                    mask = self.tier_mask(node, tier)
+                    objects[tier] += mask.bit_count()
+                    if mask and node.parent is not None:
+                        expected[node.parent.chain] = expected.get(node.parent.chain, 0) + (1 << (tier * _COUNT_BITS))
+                if node.parent is not None:
+                    chain_above = node.parent.chain
+                    assert family.nodes[chain_above] is node.parent and node.parent.end == node.start
+                    children[chain_above] = children.get(chain_above, 0) + 1
+                for bit in each_bit(self.arena_mask(node)):
+                    assert sum(piece.length for piece in self.pieces(node, bit)) == self.length_bytes(node, bit)
+            assert resident == family.objects
+            assert all(node.counts == expected.get(chain, 0) for chain, node in family.nodes.items())
+            assert all(node.children == children.get(chain, 0) for chain, node in family.nodes.items())
+        assert objects == self.resident_objects
+
+    def owned_pieces(self) -> list[Piece]:
+        """Every arena piece that holds, or until its last pin held, a resident object (for `check`)."""
+        owned = [piece for doomed in self._doomed.values() for pieces in doomed for piece in pieces]
+        for family in self.families.values():
+            for node in family.nodes.values():
+                for bit in each_bit(self.arena_mask(node)):
+                    owned += self.pieces(node, bit)
+        return owned
+
+
+def each_bit(mask: int) -> Iterator[int]:
+    """The positions of the set bits, lowest first."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low

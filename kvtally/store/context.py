@@ -1,0 +1,185 @@
+"""What the parts of the sans-I/O store share: the index, the bounds, the tiers' health, what is to be sent and done.
+
+Owns sessions, alarms, counters and the two queues through which the shell learns of effects (`outbox`, `jobs`).
+Neighbours: `reads` and `writes` (the two halves of the logic), `store` (the facade the shell drives).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvtally.core.residency import Family, Residency
+from kvtally.store.jobs import Job
+from kvtally.wire.limits import SECOND_NS, Limits
+from kvtally.wire.messages import Refused, Reply
+
+BUCKET_NS = (
+    10_000_000  # alarms are kept in buckets of 10 ms: cancelling is O(1) and a released lease leaves nothing behind
+)
+
+
+@dataclass(slots=True)
+class Session:
+    """One connection."""
+
+    id: int
+    shared_memory: bool
+    client: str = ""
+    family: Family | None = None
+    greeted: bool = False
+    leases: set[int] = field(default_factory=set)
+    puts: set[int] = field(default_factory=set)
+    put_bytes: int = 0
+    waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    bucket: int
+    number: int
+
+
+class Alarms:
+    """Deadlines and what to do when they pass. Rounded up to buckets, so never early."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, dict[int, Callable[[int], None]]] = {}
+        self._order: list[int] = []
+        self._number = 0
+
+    def set(self, deadline_ns: int, action: Callable[[int], None]) -> Alarm:
+        bucket = -(-deadline_ns // BUCKET_NS)
+        if bucket not in self._buckets:
+            self._buckets[bucket] = {}
+            heapq.heappush(self._order, bucket)
+        self._number += 1
+        self._buckets[bucket][self._number] = action
+        return Alarm(bucket, self._number)
+
+    def cancel(self, alarm: Alarm) -> None:
+        self._buckets.get(alarm.bucket, {}).pop(alarm.number, None)
+
+    def run(self, now_ns: int) -> int | None:
+        """Do what is due; the next deadline, or None."""
+        while self._order:
+            bucket = self._order[0]
+            if self._buckets[bucket] and bucket * BUCKET_NS > now_ns:
+                return bucket * BUCKET_NS
+            heapq.heappop(self._order)
+            for action in list(self._buckets.pop(bucket).values()):
+                action(now_ns)
+        return None
+
+    def __len__(self) -> int:
+        return sum(len(actions) for actions in self._buckets.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierInfo:
+    """A lower tier as the store sees it. One that is not enumerable is asked (`FindJob`) what it holds."""
+
+    name: str
+    capacity_bytes: int | None
+    enumerable: bool = True
+
+
+FIRST_PAUSE_NS = 1 * SECOND_NS
+LONGEST_PAUSE_NS = 60 * SECOND_NS
+
+
+@dataclass(slots=True)
+class TierState:
+    """A lower tier's health and counters. A tier that fails is left alone for a while, longer each time; never for ever."""
+
+    info: TierInfo
+    write_paused_until_ns: int = 0
+    read_paused_until_ns: int = 0
+    write_pause_ns: int = FIRST_PAUSE_NS
+    read_pause_ns: int = FIRST_PAUSE_NS
+    queued_bytes: int = 0
+    reads: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    writes: int = 0
+    write_bytes: int = 0
+    write_seconds: float = 0.0
+    dropped: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+
+    def readable(self, now_ns: int) -> bool:
+        return now_ns >= self.read_paused_until_ns
+
+    def writable(self, now_ns: int) -> bool:
+        return now_ns >= self.write_paused_until_ns
+
+    def read_failed(self, now_ns: int) -> None:
+        self.read_paused_until_ns = now_ns + self.read_pause_ns
+        self.read_pause_ns = min(2 * self.read_pause_ns, LONGEST_PAUSE_NS)
+
+    def write_failed(self, now_ns: int) -> None:
+        self.write_paused_until_ns = now_ns + self.write_pause_ns
+        self.write_pause_ns = min(2 * self.write_pause_ns, LONGEST_PAUSE_NS)
+
+    def state(self, now_ns: int) -> str:
+        if not self.readable(now_ns):
+            return "failing"
+        return "ok" if self.writable(now_ns) else "not-writing"
+
+
+@dataclass(slots=True)
+class Counts:
+    """Everything the store counts, in one place. Misses carry a reason from `MissReason`."""
+
+    lookups: int = 0
+    hits: int = 0
+    hit_tokens: int = 0
+    asked_tokens: int = 0
+    misses: Counter[str] = field(default_factory=Counter)
+    leases_expired: int = 0
+    puts_begun: int = 0
+    puts_committed: int = 0
+    puts_aborted: int = 0
+    puts_expired: int = 0
+    puts_rejected: int = 0
+    puts_full: int = 0
+    put_bytes: int = 0
+    staged_objects: int = 0
+    staged_bytes: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    quarantined: Counter[str] = field(default_factory=Counter)
+
+
+class Context:
+    """One store's shared state. Single-threaded."""
+
+    def __init__(self, residency: Residency, limits: Limits, tiers: list[TierState]) -> None:
+        self.residency = residency
+        self.limits = limits
+        self.tiers = tiers  # tiers[0] is the tier that `residency` numbers 1
+        self.counts = Counts()
+        self.alarms = Alarms()
+        self.sessions: dict[int, Session] = {}
+        self.outbox: list[tuple[int, Reply]] = []
+        self.jobs: list[Job] = []
+        self.quarantine: deque[dict[str, object]] = deque(maxlen=256)  # the latest, for people
+        self._last_id = 0
+
+    def new_id(self) -> int:
+        """Ids of leases, puts and jobs: never reused, so a late message cannot touch a stranger's."""
+        self._last_id += 1
+        return self._last_id
+
+    def send(self, session: Session, message: Reply) -> None:
+        if session.id in self.sessions:
+            self.outbox.append((session.id, message))
+
+    def refuse(self, session: Session, request: int, code: str, message: str, remedy: str) -> None:
+        self.counts.refused[code] += 1
+        self.send(session, Refused(request, code, message, remedy))
+
+    def readable_tiers(self, now_ns: int) -> list[int]:
+        """The arena and every lower tier that is worth asking now."""
+        return [0] + [number for number, tier in enumerate(self.tiers, 1) if tier.readable(now_ns)]

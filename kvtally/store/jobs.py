@@ -1,0 +1,61 @@
+"""Jobs: what the store asks of its lower tiers, as data. The store decides, the mover carries out, the outcome comes back.
+
+Neighbours: `store` (emits jobs, takes outcomes), `mover` (threads that run them), `tiers` (what they run on).
+Jobs of one tier that write or remove are carried out in the order of their emission; reads and finds in any order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtally.core.keys import ObjectKey
+from kvtally.core.space import Piece
+from kvtally.store.tiers.base import ObjectRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteJob:
+    """Copy an arena object down. The object is pinned in the arena until the outcome is known."""
+
+    id: int
+    tier: int
+    record: ObjectRecord
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveJob:
+    id: int
+    tier: int
+    keys: tuple[ObjectKey, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadJob:
+    """Bring an object up into arena pieces and verify it there."""
+
+    id: int
+    tier: int
+    record: ObjectRecord
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindJob:
+    """Ask a tier that cannot enumerate its contents what it holds under these keys."""
+
+    id: int
+    tier: int
+    keys: tuple[ObjectKey, ...]
+
+
+Job = WriteJob | RemoveJob | ReadJob | FindJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a job ended: `code` is empty on success, else the KV-xxx code of the error. `found` belongs to a FindJob."""
+
+    code: str = ""
+    seconds: float = 0.0
+    found: tuple[ObjectRecord | None, ...] = ()

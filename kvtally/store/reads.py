@@ -1,0 +1,570 @@
+"""The read half of the store: lookups, leases and staging from lower tiers.
+
+    Lookup ─▶ path of nodes ─▶ presence ─▶ longest_hit ─▶ Found
+                 │ wait_ms: parked until a pending object is committed or the deadline passes
+                 │ a tier that cannot enumerate: parked until it said what it holds
+                 └ hold: everything the hit needs is pinned by a lease; what is not in the arena is read up (ReadJob),
+                   then `Staged` tells the client how much of the hit is really there
+
+Only a boundary whose objects are all in the arena is promised. Neighbours: `core.hits` (the rule), `writes` (tells when
+something stopped being pending), `mover` (carries out ReadJobs and verifies). No I/O.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvtally.core.hits import Hit, longest_hit, needed
+from kvtally.core.keys import CHAIN_BYTES, ObjectKey
+from kvtally.core.namespace import GroupKind
+from kvtally.core.residency import ARENA, Family, Node, each_bit
+from kvtally.core.space import Piece
+from kvtally.store.context import FIRST_PAUSE_NS, Alarm, Context, Session
+from kvtally.store.jobs import FindJob, Outcome, ReadJob
+from kvtally.store.tiers.base import ObjectRecord
+from kvtally.wire.messages import Done, Found, Lookup, MissReason, Release, Slot, Slots, SlotsGet, Staged
+
+FIND_NS = 200_000_000  # how long a lookup waits for tiers that must be asked, unless it allows more
+MOST_TAILS = 64
+INTEGRITY_CODES = ("KV-401", "KV-402")
+
+
+@dataclass(slots=True)
+class Lease:
+    """Everything one hit needs, pinned until released or expired."""
+
+    id: int
+    session: Session
+    family: Family
+    request: Lookup
+    path: list[Node | None]
+    end_tokens: int
+    needs: list[tuple[int, Node, int]]  # boundary index, node, mask of objects
+    alarm: Alarm
+    awaited: set[tuple[Node, int]] = field(default_factory=set)  # objects still on their way up
+    announced: bool = True  # False while the client waits for `Staged`
+    started_ns: int = 0
+    staged_bytes: int = 0
+    staged: set[Node] = field(default_factory=set)  # boundaries of which something came from a lower tier
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Parked:
+    """A lookup that waits: for pending objects, or for what a tier says it holds."""
+
+    session: Session
+    request: Lookup
+    alarm: Alarm
+    nodes: list[Node] = field(default_factory=list)
+    finding: int = 0
+
+
+@dataclass(slots=True)
+class Staging:
+    """One object on its way up; several leases may wait for it."""
+
+    tier: int
+    leases: list[Lease]
+    pieces: tuple[Piece, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a lookup sees."""
+
+    path: list[Node | None]
+    rows: list[list[bool]]
+    hit: Hit
+    hopeful: Hit  # the hit if every pending object were committed
+
+
+class Reads:
+    """`record` and `remove` are the write half's ways to describe an object and to take one out of a lower tier."""
+
+    def __init__(
+        self,
+        context: Context,
+        record: Callable[[Node, int], ObjectRecord],
+        remove: Callable[[int, Sequence[ObjectKey]], None],
+        learn: Callable[[int, ObjectRecord], None],
+    ) -> None:
+        self._context = context
+        self._residency = context.residency
+        self._record = record
+        self._remove = remove
+        self._learn = learn
+        self._leases: dict[int, Lease] = {}
+        self._parked: dict[int, Parked] = {}
+        self._waiters: dict[Node, set[int]] = {}  # node with pending objects -> parked lookups
+        self._finding: dict[int, int] = {}  # FindJob -> parked lookup
+        self._staging: dict[tuple[Node, int], Staging] = {}
+        self._queue: deque[tuple[Node, int]] = deque()  # staging that waits for the byte budget
+        self._reading: dict[int, tuple[Node, int]] = {}  # ReadJob -> what it brings up
+        self._reading_bytes = 0
+        self._budget_bytes = context.limits.staging_bytes or self._residency.space.capacity_bytes // 4
+
+    # ---- lookup
+
+    def lookup(self, session: Session, request: Lookup, now_ns: int) -> None:
+        family = session.family
+        assert family is not None
+        problem = self._problem(session, family, request)
+        if problem:
+            self._context.refuse(session, request.id, *problem)
+            return
+        view = self._view(family, request, now_ns)
+        if self._ask_tiers(session, family, request, view, now_ns):
+            return
+        wait_ns = min(request.wait_ms * 1_000_000, self._context.limits.wait_ns)
+        if wait_ns > 0 and view.hopeful.end_tokens > view.hit.end_tokens and self._may_wait(session):
+            pending = [node for node in view.path[: view.hopeful.boundaries] if node is not None and node.pending]
+            self._park(session, request, now_ns + wait_ns, now_ns, nodes=pending)
+            return
+        self._answer(session, request, view, now_ns)
+
+    def _view(self, family: Family, request: Lookup, now_ns: int) -> View:
+        path = self._residency.path(family, request.chains)
+        masks = self._residency.masks(family, path, self._context.readable_tiers(now_ns))
+        rows = self._residency.presence(family, masks)
+        hit = hopeful = self._hit(family, request, rows)
+        if any(node is not None and node.pending for node in path):
+            hoped = [mask | (node.pending if node is not None else 0) for mask, node in zip(masks, path, strict=True)]
+            hopeful = self._hit(family, request, self._residency.presence(family, hoped))
+        return View(path, rows, hit, hopeful)
+
+    @staticmethod
+    def _hit(family: Family, request: Lookup, rows: list[list[bool]]) -> Hit:
+        return longest_hit(
+            family.namespace.groups,
+            request.ends,
+            rows,
+            limit_tokens=request.limit_tokens,
+            alignment_tokens=request.alignment_tokens,
+            have=request.have,
+        )
+
+    def _answer(self, session: Session, request: Lookup, view: View, now_ns: int) -> None:
+        family = session.family
+        assert family is not None
+        self._residency.touch(view.path[: view.hit.boundaries])
+        lease = None
+        if request.hold and view.hit.end_tokens:
+            if len(session.leases) < self._context.limits.leases_per_client:
+                lease = self._lease(session, family, request, view, now_ns)
+            else:
+                self._count(request, 0, MissReason.LIMIT)
+                self._context.send(session, Found(request.id, 0, reason=MissReason.LIMIT))
+                return
+        reason = self._reason(family, request, view)
+        if lease is None or not lease.awaited:
+            self._count(request, view.hit.end_tokens, reason)
+        in_arena = view.hit.end_tokens
+        if lease is not None and lease.awaited:
+            in_arena = min((node.start for node, _ in lease.awaited), default=in_arena)
+        anchor = view.path[view.hit.boundaries - 1] if view.hit.boundaries else family.root
+        tails = sorted(anchor.tails)[-MOST_TAILS:] if anchor is not None and anchor.tails else []
+        self._context.send(
+            session,
+            Found(
+                request.id,
+                view.hit.end_tokens,
+                lease.id if lease is not None else 0,
+                len(lease.awaited) if lease is not None else 0,
+                view.hopeful.end_tokens,
+                [_bitmap(row) for row in view.rows],
+                tails,
+                reason,
+                in_arena,
+            ),
+        )
+        if lease is not None:
+            self._pump(now_ns)
+
+    def _reason(self, family: Family, request: Lookup, view: View) -> str:
+        """Why the hit is not longer: the nearest cause, in the one list of reasons."""
+        allowed = [end for end in request.ends if end <= request.limit_tokens and end % request.alignment_tokens == 0]
+        if not allowed or view.hit.end_tokens == allowed[-1]:
+            return ""
+        if view.hopeful.end_tokens > view.hit.end_tokens:
+            return MissReason.PENDING
+        following = view.hit.boundaries
+        specs = family.namespace.groups
+        full = [row[following] for spec, row in zip(specs, view.rows, strict=True) if spec.kind is GroupKind.FULL]
+        return MissReason.STATE_ABSENT if full and all(full) and len(full) < len(specs) else MissReason.ABSENT
+
+    def _count(self, request: Lookup, end_tokens: int, reason: str) -> None:
+        counts = self._context.counts
+        counts.lookups += 1
+        counts.hits += end_tokens > 0
+        counts.hit_tokens += end_tokens
+        counts.asked_tokens += min(request.limit_tokens, request.ends[-1]) if request.ends else 0
+        if reason:
+            counts.misses[reason] += 1
+
+    def _problem(self, session: Session, family: Family, request: Lookup) -> tuple[str, str, str] | None:
+        ends = request.ends
+        if len(ends) > self._context.limits.chains_per_lookup:
+            message = (
+                f"{len(ends)} boundaries in one lookup, at most {self._context.limits.chains_per_lookup} are allowed"
+            )
+            return "KV-302", message, "Ask for a shorter prefix."
+        rising = all(before < after for before, after in zip(ends, ends[1:], strict=False))
+        if len(request.chains) != CHAIN_BYTES * len(ends) or not rising or (ends and ends[0] <= 0):
+            return (
+                "KV-503",
+                "a lookup's chains and boundaries do not match",
+                "One 32-byte chain value for each rising boundary.",
+            )
+        if request.alignment_tokens < 1 or len(request.have) not in (0, len(family.namespace.groups)):
+            return (
+                "KV-503",
+                "a lookup's alignment or per-group tokens are malformed",
+                "Give `have` for every group or not at all.",
+            )
+        if request.hold and not session.shared_memory:
+            return "KV-204", "leases need shared memory", "Connect over the unix socket on the store's own machine."
+        return None
+
+    # ---- lookups that wait
+
+    def _may_wait(self, session: Session) -> bool:
+        return session.waiting < self._context.limits.waiting_per_client
+
+    def _park(
+        self, session: Session, request: Lookup, deadline_ns: int, now_ns: int, *, nodes: Sequence[Node] = ()
+    ) -> int:
+        number = self._context.new_id()
+        alarm = self._context.alarms.set(deadline_ns, partial(self._unpark, number))
+        self._parked[number] = Parked(session, request, alarm, list(nodes))
+        for node in nodes:
+            self._waiters.setdefault(node, set()).add(number)
+        session.waiting += 1
+        return number
+
+    def _take_parked(self, number: int) -> Parked | None:
+        parked = self._parked.pop(number, None)
+        if parked is None:
+            return None
+        self._context.alarms.cancel(parked.alarm)
+        parked.session.waiting -= 1
+        for node in parked.nodes:
+            waiting = self._waiters[node]
+            waiting.discard(number)
+            if not waiting:
+                del self._waiters[node]
+        return parked
+
+    def _unpark(self, number: int, now_ns: int) -> None:
+        """The wait is over: answer with what is there now."""
+        parked = self._take_parked(number)
+        if parked is not None:
+            family = parked.session.family
+            assert family is not None
+            self._answer(parked.session, parked.request, self._view(family, parked.request, now_ns), now_ns)
+
+    def changed(self, node: Node, now_ns: int) -> None:
+        """An object of `node` stopped being pending. Lookups for which nothing more is to come are answered."""
+        for number in sorted(self._waiters.get(node, ())):
+            parked = self._parked[number]
+            if not any(waited.pending for waited in parked.nodes):
+                self._unpark(number, now_ns)
+
+    def _ask_tiers(self, session: Session, family: Family, request: Lookup, view: View, now_ns: int) -> bool:
+        """Ask tiers that cannot enumerate for what the index does not know. True if the lookup now waits for them."""
+        shared = [
+            n for n, tier in enumerate(self._context.tiers, 1) if not tier.info.enumerable and tier.readable(now_ns)
+        ]
+        ends = [end for end in request.ends if end <= request.limit_tokens]
+        if not shared or not request.hold or not ends or view.hit.end_tokens == ends[-1] or not self._may_wait(session):
+            return False
+        digest, ranks = family.namespace.digest, family.ranks
+        keys = []
+        for index in range(len(ends)):
+            chain = request.chains[index * CHAIN_BYTES : (index + 1) * CHAIN_BYTES]
+            for group, row in enumerate(view.rows):
+                if not row[index]:
+                    keys += [ObjectKey(digest, chain, group, rank) for rank in range(ranks)]
+        deadline_ns = now_ns + max(FIND_NS, min(request.wait_ms * 1_000_000, self._context.limits.wait_ns))
+        number = self._park(session, request, deadline_ns, now_ns)
+        for tier in shared:
+            job = FindJob(id=self._context.new_id(), tier=tier, keys=tuple(keys))
+            self._finding[job.id] = number
+            self._parked[number].finding += 1
+            self._context.jobs.append(job)
+        return True
+
+    def found(self, job: FindJob, outcome: Outcome, now_ns: int) -> None:
+        number = self._finding.pop(job.id)
+        tier = self._context.tiers[job.tier - 1]
+        if outcome.code:
+            tier.errors[outcome.code] += 1
+            tier.read_failed(now_ns)
+        for record in outcome.found:
+            if record is not None:
+                self._learn(job.tier, record)
+        parked = self._parked.get(number)
+        if parked is not None:
+            parked.finding -= 1
+            if parked.finding == 0:
+                self._unpark(number, now_ns)
+
+    # ---- leases
+
+    def _lease(self, session: Session, family: Family, request: Lookup, view: View, now_ns: int) -> Lease:
+        longest = self._context.limits.lease_ns
+        span_ns = min(request.lease_ms * 1_000_000, longest) if request.lease_ms > 0 else longest
+        number = self._context.new_id()
+        alarm = self._context.alarms.set(now_ns + span_ns, partial(self._expire, number))
+        needs = self._needs(family, request, view.path, view.hit)
+        lease = Lease(number, session, family, request, view.path, view.hit.end_tokens, needs, alarm, started_ns=now_ns)
+        self._leases[number] = lease
+        session.leases.add(number)
+        for _, node, mask in needs:
+            self._residency.pin(node)
+            for bit in each_bit(mask & ~self._residency.arena_mask(node)):
+                self._stage(lease, node, bit, now_ns)
+        lease.announced = not lease.awaited
+        return lease
+
+    @staticmethod
+    def _needs(family: Family, request: Lookup, path: Sequence[Node | None], hit: Hit) -> list[tuple[int, Node, int]]:
+        masks: dict[int, int] = {}
+        for group, spec in enumerate(family.namespace.groups):
+            have = request.have[group] if request.have else 0
+            for index in needed(spec, request.ends, hit.boundaries - 1, have):
+                masks[index] = masks.get(index, 0) | family.group_masks[group]
+        needs = []
+        for index in sorted(masks):
+            node = path[index]
+            assert node is not None
+            needs.append((index, node, masks[index]))
+        return needs
+
+    def slots(self, session: Session, request: SlotsGet) -> None:
+        lease = self._leases.get(request.lease)
+        if lease is None or lease.family is not session.family:
+            self._context.send(session, Slots(request.id, [], MissReason.LEASE_EXPIRED))
+            return
+        if not lease.announced:
+            self._context.send(session, Slots(request.id, [], MissReason.PENDING))
+            return
+        slots = []
+        ranks = lease.family.ranks
+        for index, node, mask in lease.needs:
+            for bit in each_bit(mask):
+                if bit % ranks != request.rank:
+                    continue
+                if not self._residency.arena_mask(node) >> bit & 1:  # quarantined since
+                    self._context.send(session, Slots(request.id, [], MissReason.CHECKSUM))
+                    return
+                pieces = [value for piece in self._residency.pieces(node, bit) for value in piece]
+                length, checksum = self._residency.length_bytes(node, bit), self._residency.checksum(node, bit)
+                slots.append(Slot(index, bit // ranks, length, checksum, pieces))
+        self._context.send(session, Slots(request.id, slots))
+
+    def release(self, session: Session, request: Release, now_ns: int) -> None:
+        for number, index, group, rank in request.bad:
+            self._quarantine_arena(session, number, index, group, rank)
+        for number in request.leases:
+            lease = self._leases.get(number)
+            if lease is not None and lease.session is session:
+                self._drop(lease)
+        self._context.send(session, Done(request.id))
+
+    def _quarantine_arena(self, session: Session, number: int, index: int, group: int, rank: int) -> None:
+        lease = self._leases.get(number)
+        if lease is None or lease.family is not session.family or not 0 <= rank < lease.family.ranks:
+            return
+        bit = lease.family.bit(group, rank)
+        for at, node, mask in lease.needs:
+            if at == index and mask >> bit & 1 and self._residency.arena_mask(node) >> bit & 1:
+                self._note_quarantine("arena", "KV-401", node, bit)
+                self._residency.drop(node, bit, ARENA)
+
+    def _note_quarantine(self, tier: str, code: str, node: Node, bit: int) -> None:
+        self._context.counts.quarantined[tier] += 1
+        key = node.family.key(node, bit)
+        entry: dict[str, object] = {
+            "tier": tier,
+            "code": code,
+            "chain": key.chain.hex(),
+            "group": key.group,
+            "rank": key.rank,
+        }
+        self._context.quarantine.append(
+            entry | {"namespace": key.namespace.hex(), "tokens": f"{node.start}..{node.end}"}
+        )
+
+    def _expire(self, number: int, now_ns: int) -> None:
+        lease = self._leases[number]
+        self._context.counts.leases_expired += 1
+        if not lease.announced:
+            self._count(lease.request, 0, MissReason.STAGING_FAILED)
+            self._context.send(lease.session, Staged(0, lease.id, 0, MissReason.STAGING_FAILED))
+        self._drop(lease)
+
+    def _drop(self, lease: Lease) -> None:
+        del self._leases[lease.id]
+        lease.session.leases.discard(lease.id)
+        self._context.alarms.cancel(lease.alarm)
+        for key in lease.awaited:
+            self._staging[key].leases.remove(lease)
+        for _, node, _ in lease.needs:
+            self._residency.unpin(node)
+
+    def disconnect(self, session: Session) -> None:
+        for number in sorted(session.leases):
+            self._drop(self._leases[number])
+        for number in [number for number, parked in self._parked.items() if parked.session is session]:
+            self._take_parked(number)
+
+    # ---- staging
+
+    def _stage(self, lease: Lease, node: Node, bit: int, now_ns: int) -> None:
+        key = (node, bit)
+        lease.awaited.add(key)
+        known = self._staging.get(key)
+        if known is not None:
+            known.leases.append(lease)
+            return
+        readable = self._context.readable_tiers(now_ns)[1:]
+        tier = next(tier for tier in readable if self._residency.tier_mask(node, tier) >> bit & 1)
+        self._staging[key] = Staging(tier, [lease])
+        self._residency.pin(node)
+        self._queue.append(key)
+
+    def _pump(self, now_ns: int) -> None:
+        """Start as many reads as the byte budget allows, in the order they were asked for."""
+        while self._queue:
+            node, bit = self._queue[0]
+            staging = self._staging[node, bit]
+            if not staging.leases:  # everybody who wanted it has gone
+                self._queue.popleft()
+                self._end_staging(node, bit, "", now_ns)
+                continue
+            length = self._residency.length_bytes(node, bit)
+            if self._reading_bytes and self._reading_bytes + length > self._budget_bytes:
+                return
+            self._queue.popleft()
+            pieces = self._residency.allocate(length)
+            if pieces is None:
+                self._end_staging(node, bit, MissReason.ARENA_FULL, now_ns)
+                continue
+            staging.pieces = pieces
+            self._reading_bytes += length
+            job = ReadJob(id=self._context.new_id(), tier=staging.tier, record=self._record(node, bit), pieces=pieces)
+            self._reading[job.id] = (node, bit)
+            self._context.jobs.append(job)
+
+    def read(self, job: ReadJob, outcome: Outcome, now_ns: int) -> None:
+        """A ReadJob ended."""
+        node, bit = self._reading.pop(job.id)
+        tier = self._context.tiers[job.tier - 1]
+        length = job.record.length_bytes
+        self._reading_bytes -= length
+        reason = ""
+        already = self._residency.arena_mask(node) >> bit & 1
+        wanted = self._residency.tier_mask(node, job.tier) >> bit & 1  # not forgotten meanwhile
+        if outcome.code or already or not wanted:
+            self._residency.space.free(job.pieces)
+        if outcome.code and not wanted:
+            reason = MissReason.ABSENT  # forgotten while it was on its way: no fault of the tier
+        elif outcome.code:
+            reason = self._read_failed(job, outcome.code, node, bit, now_ns)
+        else:
+            tier.reads += 1
+            tier.read_bytes += length
+            tier.read_seconds += outcome.seconds
+            tier.read_pause_ns = FIRST_PAUSE_NS
+            self._context.counts.staged_objects += 1
+            self._context.counts.staged_bytes += length
+            if wanted and not already:
+                self._residency.publish(node, bit, job.pieces, length, job.record.checksum)
+            for lease in self._staging[node, bit].leases:
+                lease.staged_bytes += length
+        self._end_staging(node, bit, reason, now_ns)
+        self._pump(now_ns)
+
+    def _read_failed(self, job: ReadJob, code: str, node: Node, bit: int, now_ns: int) -> str:
+        tier = self._context.tiers[job.tier - 1]
+        tier.errors[code] += 1
+        if code not in (*INTEGRITY_CODES, "KV-603"):
+            tier.read_failed(now_ns)
+            return MissReason.STAGING_FAILED
+        if code in INTEGRITY_CODES:
+            self._note_quarantine(tier.info.name, code, node, bit)
+        self._residency.drop(node, bit, job.tier)
+        self._remove(job.tier, [job.record.key])
+        return MissReason.CHECKSUM if code in INTEGRITY_CODES else MissReason.ABSENT
+
+    def _end_staging(self, node: Node, bit: int, reason: str, now_ns: int) -> None:
+        staging = self._staging.pop((node, bit))
+        for lease in staging.leases:
+            lease.awaited.discard((node, bit))
+            lease.reason = lease.reason or reason
+            if not reason:
+                lease.staged.add(node)
+            if not lease.awaited:
+                self._announce(lease, now_ns)
+        self._residency.unpin(node)
+
+    def _announce(self, lease: Lease, now_ns: int) -> None:
+        """All that could be staged is: promise the boundary that is whole in the arena now, if need be a lower one."""
+        family, request = lease.family, lease.request
+        rows = self._residency.presence(family, self._residency.masks(family, lease.path, [ARENA]))
+        hit = self._hit(family, request, rows)
+        if hit.end_tokens != lease.end_tokens:
+            needs = self._needs(family, request, lease.path, hit) if hit.end_tokens else []
+            for _, node, _ in needs:
+                self._residency.pin(node)
+            for _, node, _ in lease.needs:
+                self._residency.unpin(node)
+            lease.needs, lease.end_tokens = needs, hit.end_tokens
+        lease.announced = True
+        self._count(request, hit.end_tokens, lease.reason)
+        from_below = sum(node.end - node.start for _, node, _ in lease.needs if node in lease.staged)
+        wait_ns = now_ns - lease.started_ns
+        message = Staged(0, lease.id, hit.end_tokens, lease.reason, from_below, lease.staged_bytes, wait_ns)
+        self._context.send(lease.session, message)
+        if not hit.end_tokens:
+            self._drop(lease)
+
+    # ---- for stats and checks
+
+    @property
+    def open_leases(self) -> int:
+        return len(self._leases)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._parked)
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._reading_bytes
+
+    def reading_pieces(self) -> list[Piece]:
+        return [piece for key in self._reading.values() for piece in self._staging[key].pieces]
+
+    def check(self) -> None:
+        for lease in self._leases.values():
+            assert lease.id in lease.session.leases and all(node.pins > 0 for _, node, _ in lease.needs)
+            assert all(lease in self._staging[key].leases for key in lease.awaited)
+            assert lease.announced == (not lease.awaited)
+        assert self._reading_bytes <= max(self._budget_bytes, self._context.limits.object_bytes)
+        assert all(number in self._parked for numbers in self._waiters.values() for number in numbers)
+
+
+def _bitmap(row: Sequence[bool]) -> bytes:
+    """Bit i, least significant first, is row[i]."""
+    if all(row):
+        return ((1 << len(row)) - 1).to_bytes((len(row) + 7) // 8, "little")
+    value = 0
+    for index, is_present in enumerate(row):
+        if is_present:
+            value |= 1 << index
+    return value.to_bytes((len(row) + 7) // 8, "little")

@@ -1,0 +1,419 @@
+"""The store's logic as one object without I/O: messages, outcomes and time go in, messages and jobs come out.
+
+Owns sessions, the handshake's content, dispatch, receipts, stats and the order of events; reading is `reads`, writing is
+`writes`, the index is `core.residency`. The shell (`server`, `mover`) and the simulator drive it in the same way, which
+is why a whole node can be run from a seed. Single-threaded: the event loop's thread owns it.
+
+    shell ──handle / disconnect / writer_gone / tick / job_done──▶ Store ──take_outbox / take_jobs──▶ shell
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+
+from kvtally.core.namespace import FORMAT_VERSION, Namespace, canonical, decode, difference
+from kvtally.core.checksum import ALGORITHM
+from kvtally.core.receipts import ReceiptBook
+from kvtally.core.residency import ARENA, ChainConflict, Node, Residency
+from kvtally.core.space import round_up
+from kvtally.errors import CapacityError
+from kvtally.store.context import Alarm, Context, Session, TierInfo, TierState
+from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, WriteJob
+from kvtally.store.reads import Reads
+from kvtally.store.tiers.base import ObjectRecord
+from kvtally.store.writes import Writes
+from kvtally.wire.limits import Limits
+from kvtally.wire.messages import (
+    PROTOCOL_VERSION,
+    Done,
+    Greeting,
+    Hello,
+    Lookup,
+    Ping,
+    PutBegin,
+    PutEnd,
+    ReceiptFile,
+    ReceiptGet,
+    Receipts,
+    Release,
+    Reply,
+    Request,
+    Reset,
+    ResetDone,
+    SlotsGet,
+    Stats,
+    StatsGet,
+    Welcome,
+)
+
+__all__ = ["Store", "TierInfo"]
+
+
+class Store:
+    """One node's store. See the module docstring; every method returns at once."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        version: str,
+        arena_bytes: int,
+        limits: Limits,
+        tiers: Sequence[TierInfo] = (),
+        verify_reads: bool = True,
+        started_ns: int = 0,
+    ) -> None:
+        self._name, self._version, self._verify_reads = name, version, verify_reads
+        self._started_ns = started_ns
+        residency = Residency(arena_bytes, len(tiers))
+        self._residency = residency
+        self._context = Context(residency, limits, [TierState(info) for info in tiers])
+        self._writes = Writes(self._context, self._changed)
+        self._reads = Reads(self._context, self._writes.record, self._writes.remove, self._learn)
+        self._book = ReceiptBook(capacity=limits.receipts, lifetime_ns=limits.receipt_ns)
+        self._fetches: dict[str, list[tuple[Session, int, Alarm]]] = {}  # ticket -> who waits for it
+        self._last_session = 0
+
+    # ---- connections
+
+    def greeting(self, *, nonce: bytes = b"") -> Greeting:
+        limits = self._context.limits
+        size = self._residency.space.capacity_bytes
+        return Greeting(PROTOCOL_VERSION, self._version, self._name, size, self._verify_reads, limits, nonce)
+
+    def connect(self, *, shared_memory: bool, now_ns: int) -> int:
+        if len(self._context.sessions) >= self._context.limits.clients:
+            message = f"the store already serves {self._context.limits.clients} clients"
+            raise CapacityError(message, remedy="Close idle clients, or start another store.", code="KV-301")
+        self._last_session += 1
+        self._context.sessions[self._last_session] = Session(self._last_session, shared_memory)
+        return self._last_session
+
+    def disconnect(self, session_id: int, now_ns: int) -> None:
+        """The socket closed: leases and open puts are gone; slots that may still be written to wait in limbo."""
+        session = self._context.sessions[session_id]
+        for ticket in [
+            ticket for ticket, waiting in self._fetches.items() if any(entry[0] is session for entry in waiting)
+        ]:
+            for waiter in [entry for entry in self._fetches[ticket] if entry[0] is session]:
+                self._stop_fetch(ticket, waiter)
+        self._reads.disconnect(session)
+        self._writes.disconnect(session, now_ns)
+        del self._context.sessions[session_id]
+
+    def writer_gone(self, session_id: int, now_ns: int) -> None:
+        """The process behind a session is gone for certain: what it might have written to may be used again."""
+        self._writes.writer_gone(session_id)
+
+    # ---- requests
+
+    def handle(self, session_id: int, request: Request, now_ns: int) -> None:
+        """Carry out one request. Its reply is in the outbox, now or when what it waits for has happened."""
+        session = self._context.sessions[session_id]
+        if isinstance(request, Hello):
+            self._hello(session, request)
+        elif isinstance(request, Lookup | SlotsGet | Release | PutBegin | PutEnd):
+            self._handle_bytes(session, request, now_ns)
+        elif isinstance(request, ReceiptFile):
+            self._file_receipt(session, request, now_ns)
+        elif isinstance(request, ReceiptGet):
+            self._get_receipts(session, request, now_ns)
+        elif isinstance(request, Ping):
+            self._context.send(session, Done(request.id))
+        elif isinstance(request, StatsGet):
+            self._context.send(session, Stats(request.id, self.stats(now_ns)))
+        else:
+            self._reset(session, request, now_ns)
+
+    def _handle_bytes(
+        self, session: Session, request: Lookup | SlotsGet | Release | PutBegin | PutEnd, now_ns: int
+    ) -> None:
+        if session.family is None:
+            message = "this request needs a namespace"
+            self._context.refuse(session, request.id, "KV-206", message, "Say hello with the engine's namespace first.")
+        elif isinstance(request, Lookup):
+            self._reads.lookup(session, request, now_ns)
+        elif not session.shared_memory:
+            message = "this request needs shared memory"
+            remedy = "Connect over the unix socket on the store's own machine."
+            self._context.refuse(session, request.id, "KV-204", message, remedy)
+        elif isinstance(request, SlotsGet):
+            self._reads.slots(session, request)
+        elif isinstance(request, Release):
+            self._reads.release(session, request, now_ns)
+        elif isinstance(request, PutBegin):
+            self._writes.begin(session, request, now_ns)
+        else:
+            self._writes.end(session, request, now_ns)
+
+    def _hello(self, session: Session, request: Hello) -> None:
+        refuse = partial(self._context.refuse, session, request.id)
+        if session.greeted:
+            refuse("KV-503", "a second hello on one connection", "Open another connection for another namespace.")
+            return
+        if request.protocol != PROTOCOL_VERSION:
+            message = f"the client speaks protocol {request.protocol}, this store {PROTOCOL_VERSION}"
+            refuse("KV-201", message, "Install the same kvtally version in the engine and for the store.")
+            return
+        digest = b""
+        if request.namespace:
+            try:
+                namespace = decode(request.namespace)
+            except msgspec.DecodeError as error:
+                refuse(
+                    "KV-202",
+                    f"the namespace description cannot be read: {error}",
+                    "Send core.namespace.canonical(...).",
+                )
+                return
+            problem = self._namespace_problem(namespace, request)
+            if problem:
+                refuse("KV-202", *problem)
+                return
+            session.family = self._residency.register(namespace)
+            digest = namespace.digest
+        session.greeted = True
+        session.client = request.client[:200]
+        self._context.send(session, Welcome(request.id, session.id, digest))
+
+    def _namespace_problem(self, namespace: Namespace, request: Hello) -> tuple[str, str] | None:
+        limits = self._context.limits
+        if canonical(namespace) != request.namespace:
+            return "the namespace description is not canonical", "Send core.namespace.canonical(...)."
+        if namespace.format_version != FORMAT_VERSION or namespace.checksum != ALGORITHM:
+            ours = f"{FORMAT_VERSION}/{ALGORITHM}"
+            message = f"the namespace has format {namespace.format_version}/{namespace.checksum}, this store {ours}"
+            return message, "Install the same kvtally version in the engine and for the store."
+        if not 1 <= len(namespace.groups) <= limits.groups or not 1 <= namespace.ranks <= limits.ranks:
+            message = f"{len(namespace.groups)} groups on {namespace.ranks} ranks; 1 to {limits.groups} and {limits.ranks} are allowed"
+            return message, "Use fewer ranks for one engine."
+        if namespace.chunk_tokens < 1 or namespace.alignment_tokens < 1:
+            return "chunk and alignment must be at least one token", "Derive them with core.namespace.chunk_tokens."
+        if request.expect and request.expect != namespace.digest:
+            return self._mismatch(namespace, request.expect)
+        if namespace.digest not in self._residency.families and len(self._residency.families) >= limits.namespaces:
+            message = f"the store already knows {limits.namespaces} namespaces"
+            return message, "Restart the store, or reset namespaces that are no longer used (kvtally reset)."
+        return None
+
+    def _mismatch(self, ours: Namespace, expected: bytes) -> tuple[str, str]:
+        peer = self._residency.families.get(expected)
+        if peer is None:
+            return f"the peer's namespace {expected.hex()[:12]} is unknown here", "Let both engines use the same store."
+        fields = "; ".join(f"{d.field}: {d.ours} here, {d.theirs} there" for d in difference(ours, peer.namespace)[:5])
+        return f"the engine and its peer cannot share bytes: {fields}", "Start both engines with the same settings."
+
+    # ---- receipts
+
+    def _file_receipt(self, session: Session, request: ReceiptFile, now_ns: int) -> None:
+        if not 0 < len(request.ticket) <= self._context.limits.ticket_bytes:
+            message = f"a ticket of {len(request.ticket)} characters"
+            remedy = f"Tickets have 1 to {self._context.limits.ticket_bytes} characters."
+            self._context.refuse(session, request.id, "KV-503", message, remedy)
+            return
+        receipt = self._book.file(request.ticket, request.half, now_ns)
+        if receipt.decode is not None:
+            for waiter in list(self._fetches.get(request.ticket, ())):
+                self._stop_fetch(request.ticket, waiter)
+                self._context.send(waiter[0], Receipts(waiter[1], [receipt]))
+        self._context.send(session, Done(request.id))
+
+    def _get_receipts(self, session: Session, request: ReceiptGet, now_ns: int) -> None:
+        if not request.ticket:
+            newest = self._book.last(max(0, min(request.last, 1000)), now_ns)
+            self._context.send(session, Receipts(request.id, newest))
+            return
+        receipt = self._book.find(request.ticket, now_ns)
+        complete = receipt is not None and receipt.decode is not None
+        if complete or request.wait_ms <= 0 or session.waiting >= self._context.limits.waiting_per_client:
+            self._context.send(session, Receipts(request.id, [receipt] if receipt is not None else []))
+            return
+        wait_ns = min(request.wait_ms * 1_000_000, self._context.limits.wait_ns)
+        alarm = self._context.alarms.set(
+            now_ns + wait_ns, partial(self._fetch_late, request.ticket, session, request.id)
+        )
+        self._fetches.setdefault(request.ticket, []).append((session, request.id, alarm))
+        session.waiting += 1
+
+    def _fetch_late(self, ticket: str, session: Session, request: int, now_ns: int) -> None:
+        waiter = next(entry for entry in self._fetches[ticket] if entry[0] is session and entry[1] == request)
+        self._stop_fetch(ticket, waiter)
+        receipt = self._book.find(ticket, now_ns)
+        self._context.send(session, Receipts(request, [receipt] if receipt is not None else []))
+
+    def _stop_fetch(self, ticket: str, waiter: tuple[Session, int, Alarm]) -> None:
+        waiting = self._fetches[ticket]
+        waiting.remove(waiter)
+        if not waiting:
+            del self._fetches[ticket]
+        waiter[0].waiting -= 1
+        self._context.alarms.cancel(waiter[2])
+
+    # ---- tiers
+
+    def recover(self, tier: int, record: ObjectRecord) -> None:
+        """Before serving: a lower tier holds this object."""
+        self._learn(tier, record)
+
+    def _learn(self, tier: int, record: ObjectRecord) -> None:
+        namespace = record.namespace
+        family = self._residency.families.get(namespace.digest)
+        if family is None:
+            if len(self._residency.families) >= self._context.limits.namespaces:
+                return
+            family = self._residency.register(namespace)
+        try:
+            node = self._residency.ensure(family, record.chain, record.parent, record.start_tokens, record.end_tokens)
+        except ChainConflict:
+            self._context.counts.quarantined[self._context.tiers[tier - 1].info.name] += 1
+            return
+        bit = family.bit(record.group, record.rank)
+        if bit >= family.width or record.rank >= family.ranks:
+            self._residency.settle(node)
+            return
+        self._residency.add(node, bit, tier, record.length_bytes, record.checksum)
+        if not node.used:
+            self._residency.touch_up([node])
+
+    def job_done(self, job: Job, outcome: Outcome, now_ns: int) -> None:
+        if isinstance(job, WriteJob):
+            self._writes.written(job, outcome, now_ns)
+        elif isinstance(job, ReadJob):
+            self._reads.read(job, outcome, now_ns)
+        elif isinstance(job, FindJob):
+            self._reads.found(job, outcome, now_ns)
+        elif outcome.code:
+            self._context.tiers[job.tier - 1].errors[outcome.code] += 1
+
+    def _changed(self, node: Node, now_ns: int) -> None:
+        self._reads.changed(node, now_ns)
+
+    # ---- tools
+
+    def _reset(self, session: Session, request: Reset, now_ns: int) -> None:
+        digest = request.digest or (session.family.namespace.digest if session.family is not None else b"")
+        if digest not in self._residency.families:
+            known = ", ".join(sorted(known.hex()[:12] for known in self._residency.families)) or "none"
+            message = f"no namespace {digest.hex()[:12] or '(empty)'} here; known: {known}"
+            self._context.refuse(session, request.id, "KV-206", message, "Run `kvtally stat` to see the namespaces.")
+            return
+        self._context.send(session, ResetDone(request.id, self.reset(digest, now_ns)))
+
+    def reset(self, digest: bytes, now_ns: int) -> int:
+        """Forget every object of a namespace; how many there were. Leases stay readable until they are released."""
+        family = self._residency.families[digest]
+        count = family.objects
+        self._writes.reset(family, now_ns)
+        for tier in range(self._residency.tiers):
+            keys = self._residency.forget(family, tier)
+            if keys and tier != ARENA:
+                self._writes.remove(tier, keys)
+        return count
+
+    def tick(self, now_ns: int) -> int | None:
+        return self._context.alarms.run(now_ns)
+
+    def take_outbox(self) -> list[tuple[int, Reply]]:
+        outbox, self._context.outbox = self._context.outbox, []
+        return outbox
+
+    def take_jobs(self) -> list[Job]:
+        jobs, self._context.jobs = self._context.jobs, []
+        return jobs
+
+    def stats(self, now_ns: int) -> dict[str, object]:
+        """Everything there is to see, as one tree; `kvtally stat`, /inspect and /metrics all read this."""
+        context, counts, residency = self._context, self._context.counts, self._residency
+        return {
+            "store": self._name,
+            "version": self._version,
+            "uptime_s": (now_ns - self._started_ns) / 1e9,
+            "verify_reads": self._verify_reads,
+            "arena": {
+                "capacity_bytes": residency.space.capacity_bytes,
+                "used_bytes": residency.space.used_bytes,
+                "objects": residency.resident_objects[ARENA],
+                "evicted": residency.evicted_objects[ARENA],
+                "limbo_bytes": self._writes.limbo_bytes,
+                "staging_bytes": self._reads.staging_bytes,
+            },
+            "tiers": [self._tier_stats(number, now_ns) for number in range(1, residency.tiers)],
+            "lookups": {
+                "total": counts.lookups,
+                "hits": counts.hits,
+                "hit_tokens": counts.hit_tokens,
+                "asked_tokens": counts.asked_tokens,
+                "waiting": self._reads.waiting,
+                "misses": dict(counts.misses),
+            },
+            "puts": {
+                "begun": counts.puts_begun,
+                "committed": counts.puts_committed,
+                "aborted": counts.puts_aborted,
+                "expired": counts.puts_expired,
+                "rejected": counts.puts_rejected,
+                "full": counts.puts_full,
+                "bytes": counts.put_bytes,
+            },
+            "staged": {"objects": counts.staged_objects, "bytes": counts.staged_bytes},
+            "leases": {"open": self._reads.open_leases, "expired": counts.leases_expired},
+            "clients": [self._client_stats(session) for session in context.sessions.values()],
+            "namespaces": [
+                {
+                    "digest": digest.hex(),
+                    "model": family.namespace.model,
+                    "objects": family.objects,
+                    "boundaries": len(family.nodes) - 1,
+                    "chunk_tokens": family.namespace.chunk_tokens,
+                }
+                for digest, family in residency.families.items()
+            ],
+            "receipts": len(self._book),
+            "refused": dict(counts.refused),
+            "quarantined": {"count": dict(counts.quarantined), "latest": list(context.quarantine)},
+        }
+
+    def _client_stats(self, session: Session) -> dict[str, object]:
+        return {
+            "session": session.id,
+            "client": session.client,
+            "namespace": session.family.namespace.digest.hex() if session.family is not None else "",
+            "shared_memory": session.shared_memory,
+            "leases": len(session.leases),
+            "puts": len(session.puts),
+            "waiting": session.waiting,
+        }
+
+    def _tier_stats(self, number: int, now_ns: int) -> dict[str, object]:
+        tier = self._context.tiers[number - 1]
+        return {
+            "name": tier.info.name,
+            "state": tier.state(now_ns),
+            "capacity_bytes": tier.info.capacity_bytes,
+            "used_bytes": self._residency.lower_bytes[number],
+            "objects": self._residency.resident_objects[number],
+            "evicted": self._residency.evicted_objects[number],
+            "queued_bytes": tier.queued_bytes,
+            "reads": tier.reads,
+            "read_bytes": tier.read_bytes,
+            "read_seconds": tier.read_seconds,
+            "writes": tier.writes,
+            "write_bytes": tier.write_bytes,
+            "write_seconds": tier.write_seconds,
+            "dropped": tier.dropped,
+            "errors": dict(tier.errors),
+        }
+
+    def check(self) -> None:
+        """Assert every invariant, also that each arena byte has exactly one owner. Linear; for tests and simulation."""
+        self._residency.check()
+        self._reads.check()
+        in_flight = self._writes.open_pieces() + self._reads.reading_pieces()
+        owned = self._residency.owned_pieces() + in_flight
+        owned.sort()
+        for before, after in zip(owned, owned[1:], strict=False):
+            assert before.offset + round_up(before.length) <= after.offset, "two owners of the same arena bytes"
+        assert sum(round_up(piece.length) for piece in owned) == self._residency.space.used_bytes, "arena bytes leaked"

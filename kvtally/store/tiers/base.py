@@ -1,0 +1,76 @@
+"""The contract of a lower tier: what sits below the arena (disk today; a Redis, S3 or Mooncake tier is a sibling of `disk`).
+
+    arena slot ──write──▶ tier        write-behind, after an object was committed
+    arena slot ◀──read─── tier        staging, before a hit is promised
+
+A tier stores bytes under an `ObjectKey` and remembers each object's record. It decides nothing: which objects go down,
+come up or are evicted is the store's decision (chain-aware), and whether bytes that came up are the right ones is the
+mover's (checksum). So a tier may lose anything at any time, and may even return wrong bytes: the cost is a counted miss.
+
+Threading: `write` and `remove` are called from one thread, in the order in which the store decided them. `read` and
+`find` may be called from several threads at once, also while a write is under way, but never for an object that is being
+removed. All calls block and may take as long as the device takes; none is made from the event loop. `recover` is called
+once, before anything else.
+
+`tests/contract` runs one suite over every tier; a new tier is done when it passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvtally.core.keys import ObjectKey
+from kvtally.core.namespace import Namespace
+
+
+class ObjectRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """All there is to know of one object beside its bytes: enough to rebuild the index from a tier alone."""
+
+    namespace: Namespace
+    chain: bytes
+    parent: bytes
+    start_tokens: int
+    end_tokens: int
+    group: int
+    rank: int
+    length_bytes: int
+    checksum: int
+
+    @property
+    def key(self) -> ObjectKey:
+        return ObjectKey(self.namespace.digest, self.chain, self.group, self.rank)
+
+
+class Tier(Protocol):
+    """See the module docstring for threading. Every failure is a `TierError` (code KV-6xx) or an `IntegrityError`."""
+
+    name: str
+    # Bytes this tier may hold; the store evicts to stay below. None: the tier bounds itself (a shared Redis, say).
+    capacity_bytes: int | None
+
+    def recover(self) -> Iterator[ObjectRecord]:
+        """Every object this tier knows it holds, in the order of their writing. A tier shared with others yields nothing."""
+
+    def write(self, record: ObjectRecord, source: Sequence[memoryview]) -> None:
+        """Keep the concatenation of `source` under `record.key`, replacing what was there. All or nothing for later reads.
+
+        Raises TierError KV-601 when there is no room, KV-602 when the device cannot be written.
+        """
+
+    def read(self, record: ObjectRecord, target: Sequence[memoryview]) -> None:
+        """Fill `target` (of exactly the record's length in all) with the object's bytes, unverified.
+
+        Raises TierError KV-603 when the tier does not hold it, IntegrityError KV-402 when it is shorter than that.
+        """
+
+    def remove(self, keys: Sequence[ObjectKey]) -> None:
+        """Forget these objects. Unknown keys are ignored."""
+
+    def find(self, keys: Sequence[ObjectKey]) -> list[ObjectRecord | None]:
+        """What is held under each of these keys. The store asks only tiers whose `recover` cannot enumerate."""
+
+    def close(self) -> None:
+        """Flush and let go of every resource. Idempotent."""

@@ -1,0 +1,294 @@
+"""The write half of the store: put begin → write → commit or abort, write-behind to lower tiers, and slots in limbo.
+
+    PutBegin ─▶ pending ──PutEnd commit──▶ resident in the arena ──WriteJob──▶ resident in a lower tier
+                   └──PutEnd abort, deadline, disconnect──▶ nothing is published
+
+A slot whose writer stopped answering (deadline) or disconnected may still be written to. It goes to *limbo* and is
+reused only when the writer says that it is done (a late PutEnd) or when its process is gone (`writer_gone`).
+
+Neighbours: `reads` (told of commits, for lookups that wait), `core.residency` (where objects are). No I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from kvtally.core.keys import CHAIN_BYTES, ObjectKey
+from kvtally.core.residency import ChainConflict, Family, Node
+from kvtally.core.space import Piece, round_up
+from kvtally.store.context import FIRST_PAUSE_NS, Alarm, Context, Session
+from kvtally.store.jobs import Outcome, RemoveJob, WriteJob
+from kvtally.store.tiers.base import ObjectRecord
+from kvtally.wire.messages import PutBegin, PutEnd, PutEnded, PutObject, PutSlot, PutSlots, PutStatus
+
+
+@dataclass(slots=True)
+class Put:
+    """An open write."""
+
+    id: int
+    session: int
+    node: Node
+    bit: int
+    pieces: tuple[Piece, ...]
+    length_bytes: int
+    alarm: Alarm
+
+
+class Writes:
+    """`on_change(node)` is called whenever an object of a node stopped being pending."""
+
+    def __init__(self, context: Context, on_change: Callable[[Node, int], None]) -> None:
+        self._context = context
+        self._residency = context.residency
+        self._on_change = on_change
+        self._puts: dict[int, Put] = {}
+        self._limbo: dict[int, dict[int, tuple[Piece, ...]]] = {}  # session -> put -> pieces
+        self._gone: set[int] = set()  # sessions whose process is gone but whose socket has not closed yet
+        self._writing: dict[int, tuple[Node, int]] = {}  # WriteJob -> what it copies
+
+    # ---- requests
+
+    def begin(self, session: Session, request: PutBegin, now_ns: int) -> None:
+        family = session.family
+        assert family is not None
+        problem = self._problem(session, family, request)
+        if problem:
+            self._context.refuse(session, request.id, *problem)
+            return
+        slots = []
+        for item in request.objects:
+            try:
+                slots.append(self._begin_one(session, family, item, now_ns))
+            except ChainConflict as conflict:
+                # Slots already leased in this request stay the client's: it learns their fate by the deadline.
+                remedy = "Client and store disagree about chains: restart the client, and report this if it comes back."
+                self._context.refuse(session, request.id, "KV-200", str(conflict), remedy)
+                return
+        self._context.send(session, PutSlots(request.id, slots))
+
+    def _begin_one(self, session: Session, family: Family, item: PutObject, now_ns: int) -> PutSlot:
+        node = self._residency.ensure(family, item.chain, item.parent, item.start_tokens, item.end_tokens)
+        bit = family.bit(item.group, item.rank)
+        if any(mask >> bit & 1 for mask in self._residency.masks(family, [node], self._context.readable_tiers(now_ns))):
+            self._residency.touch_up([node])
+            return PutSlot(PutStatus.PRESENT)
+        if node.pending >> bit & 1:
+            return PutSlot(PutStatus.PENDING)
+        within_share = session.put_bytes + item.length_bytes <= self._residency.space.capacity_bytes // 2
+        self._residency.pin(node)  # eviction for this very object must not take its own boundary
+        pieces = self._residency.allocate(item.length_bytes) if within_share else None
+        if pieces is None:
+            self._residency.unpin(node)
+            self._context.counts.puts_full += 1
+            return PutSlot(PutStatus.FULL)
+        self._residency.begin(node, bit)
+        self._residency.unpin(node)
+        number = self._context.new_id()
+        alarm = self._context.alarms.set(now_ns + self._context.limits.lease_ns, partial(self._expire, number))
+        self._puts[number] = Put(number, session.id, node, bit, pieces, item.length_bytes, alarm)
+        session.puts.add(number)
+        session.put_bytes += item.length_bytes
+        self._context.counts.puts_begun += 1
+        return PutSlot(PutStatus.WRITE, number, [value for piece in pieces for value in piece])
+
+    def end(self, session: Session, request: PutEnd, now_ns: int) -> None:
+        rejected = []
+        committed: list[Put] = []
+        for number, checksum in request.commit:
+            put = self._take(session, number)
+            if put is None or not 0 <= checksum < 1 << 64:
+                rejected.append(number)
+                if put is not None:
+                    self._discard(put, now_ns)
+                continue
+            self._residency.publish(put.node, put.bit, put.pieces, put.length_bytes, checksum)
+            self._residency.end(put.node, put.bit)
+            committed.append(put)
+        for number in request.abort:
+            put = self._take(session, number)
+            if put is not None:
+                self._context.counts.puts_aborted += 1
+                self._discard(put, now_ns)
+        self._context.counts.puts_rejected += len(rejected)
+        self._context.counts.puts_committed += len(committed)
+        self._context.counts.put_bytes += sum(put.length_bytes for put in committed)
+        self._residency.touch_up(put.node for put in committed)
+        for put in committed:
+            self._write_behind(put.node, put.bit, now_ns)
+        for put in committed:
+            self._on_change(put.node, now_ns)
+        self._context.send(session, PutEnded(request.id, len(committed), rejected))
+
+    def _problem(self, session: Session, family: Family, request: PutBegin) -> tuple[str, str, str] | None:
+        limits = self._context.limits
+        if len(request.objects) > limits.objects_per_put:
+            message = f"{len(request.objects)} objects in one put, at most {limits.objects_per_put} are allowed"
+            return "KV-302", message, "Split the put."
+        if len(session.puts) + len(request.objects) > limits.open_puts_per_client:
+            message = (
+                f"this client has {len(session.puts)} open puts, at most {limits.open_puts_per_client} are allowed"
+            )
+            return "KV-302", message, "Commit or abort what is open first."
+        groups = len(family.namespace.groups)
+        for item in request.objects:
+            if (
+                len(item.chain) != CHAIN_BYTES
+                or len(item.parent) != CHAIN_BYTES
+                or not 0 <= item.start_tokens < item.end_tokens < 1 << 32
+            ):
+                return "KV-503", "a put names a malformed boundary", "Chain values are 32 bytes; start is below end."
+            if not (
+                0 <= item.group < groups
+                and 0 <= item.rank < family.ranks
+                and 0 < item.length_bytes <= limits.object_bytes
+            ):
+                message = f"a put names group {item.group}, rank {item.rank}, {item.length_bytes} bytes"
+                return (
+                    "KV-503",
+                    message,
+                    f"The namespace has {groups} groups and {family.ranks} ranks; objects have 1 to {limits.object_bytes} bytes.",
+                )
+        return None
+
+    # ---- ends of an open write
+
+    def _take(self, session: Session, number: int) -> Put | None:
+        """The session's open put, no longer open. A put that expired into limbo is freed: its writer says it is done."""
+        put = self._puts.get(number)
+        if put is None or put.session != session.id:
+            pieces = self._limbo.get(session.id, {}).pop(number, None)
+            if pieces is not None:
+                self._residency.space.free(pieces)
+            return None
+        del self._puts[number]
+        session.puts.discard(number)
+        session.put_bytes -= put.length_bytes
+        self._context.alarms.cancel(put.alarm)
+        return put
+
+    def _discard(self, put: Put, now_ns: int) -> None:
+        """Nothing is published; the writer is known to be done, so the slot is free at once."""
+        self._residency.space.free(put.pieces)
+        self._residency.end(put.node, put.bit)
+        self._on_change(put.node, now_ns)
+
+    def _expire(self, number: int, now_ns: int) -> None:
+        session = self._context.sessions[self._puts[number].session]
+        self._context.counts.puts_expired += 1
+        self._to_limbo(session, number, now_ns)
+
+    def _to_limbo(self, session: Session, number: int, now_ns: int) -> None:
+        put = self._take(session, number)
+        assert put is not None
+        self._limbo.setdefault(session.id, {})[number] = put.pieces
+        self._residency.end(put.node, put.bit)
+        self._on_change(put.node, now_ns)
+
+    def disconnect(self, session: Session, now_ns: int) -> None:
+        self._context.counts.puts_aborted += len(session.puts)
+        for number in sorted(session.puts):
+            self._to_limbo(session, number, now_ns)
+        if session.id in self._gone or not session.shared_memory:
+            self._gone.discard(session.id)
+            self._free_limbo(session.id)
+
+    def reset(self, family: Family, now_ns: int) -> None:
+        """Open writes of this family are not to be published any more."""
+        for put in [put for put in self._puts.values() if put.node.family is family]:
+            self._context.counts.puts_aborted += 1
+            self._to_limbo(self._context.sessions[put.session], put.id, now_ns)
+
+    def writer_gone(self, session_id: int) -> None:
+        if session_id in self._context.sessions:
+            self._gone.add(session_id)
+        else:
+            self._free_limbo(session_id)
+
+    def _free_limbo(self, session_id: int) -> None:
+        for pieces in self._limbo.pop(session_id, {}).values():
+            self._residency.space.free(pieces)
+
+    @property
+    def limbo_bytes(self) -> int:
+        return sum(
+            round_up(piece.length) for puts in self._limbo.values() for pieces in puts.values() for piece in pieces
+        )
+
+    def open_pieces(self) -> list[Piece]:
+        """Every piece that a writer may be writing to (for `check`)."""
+        slots = [put.pieces for put in self._puts.values()]
+        slots += [pieces for puts in self._limbo.values() for pieces in puts.values()]
+        return [piece for pieces in slots for piece in pieces]
+
+    # ---- lower tiers
+
+    def _write_behind(self, node: Node, bit: int, now_ns: int) -> None:
+        """Queue the object for every lower tier that takes it; a tier that cannot keep up loses it, and nothing waits."""
+        size = round_up(self._residency.length_bytes(node, bit))
+        for number, tier in enumerate(self._context.tiers, 1):
+            if self._residency.tier_mask(node, number) >> bit & 1:
+                continue
+            too_much = tier.queued_bytes + size > self._context.limits.write_behind_bytes
+            if too_much or not tier.writable(now_ns) or not self._make_room(number, size):
+                tier.dropped += 1
+                continue
+            tier.queued_bytes += size
+            self._residency.pin(node)
+            job = self._context.new_id()
+            self._writing[job] = (node, bit)
+            record = self.record(node, bit)
+            pieces = self._residency.pieces(node, bit)
+            self._context.jobs.append(WriteJob(id=job, tier=number, record=record, pieces=pieces))
+
+    def _make_room(self, number: int, size_bytes: int) -> bool:
+        """Evict from a lower tier until the object fits beside what is there and what is on its way."""
+        tier = self._context.tiers[number - 1]
+        if tier.info.capacity_bytes is None:
+            return True
+        while self._residency.lower_bytes[number] + tier.queued_bytes + size_bytes > tier.info.capacity_bytes:
+            keys = self._residency.evict(number)
+            if not keys:
+                return False
+            self.remove(number, keys)
+        return True
+
+    def remove(self, number: int, keys: Iterable[ObjectKey]) -> None:
+        self._context.jobs.append(RemoveJob(id=self._context.new_id(), tier=number, keys=tuple(keys)))
+
+    def record(self, node: Node, bit: int) -> ObjectRecord:
+        assert node.parent is not None
+        family = node.family
+        return ObjectRecord(
+            namespace=family.namespace,
+            chain=node.chain,
+            parent=node.parent.chain,
+            start_tokens=node.start,
+            end_tokens=node.end,
+            group=bit // family.ranks,
+            rank=bit % family.ranks,
+            length_bytes=self._residency.length_bytes(node, bit),
+            checksum=self._residency.checksum(node, bit),
+        )
+
+    def written(self, job: WriteJob, outcome: Outcome, now_ns: int) -> None:
+        node, bit = self._writing.pop(job.id)
+        tier = self._context.tiers[job.tier - 1]
+        length = job.record.length_bytes
+        tier.queued_bytes -= round_up(length)
+        if outcome.code:
+            tier.errors[outcome.code] += 1
+            tier.dropped += 1
+            tier.write_failed(now_ns)
+        else:
+            tier.writes += 1
+            tier.write_bytes += length
+            tier.write_seconds += outcome.seconds
+            tier.write_pause_ns = FIRST_PAUSE_NS
+            if node.family.nodes.get(node.chain) is node and self._residency.arena_mask(node) >> bit & 1:
+                self._residency.add(node, bit, job.tier, length, job.record.checksum)
+            else:  # forgotten (reset, quarantine) while the copy was under way
+                self.remove(job.tier, [job.record.key])
+        self._residency.unpin(node)

@@ -1,0 +1,74 @@
+"""Frames: a little-endian u32 length, then that many bytes of msgpack. Sans I/O: bytes in, messages out.
+
+Any byte string yields messages, "need more", or `TransportError` KV-503; never another exception.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Generic, TypeVar
+
+import msgspec
+
+from kvtally.errors import TransportError
+from kvtally.wire.messages import Reply, Request
+
+_LENGTH = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+
+T = TypeVar("T")
+
+
+def encode(message: Request | Reply) -> bytes:
+    """One frame."""
+    payload = _encoder.encode(message)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class FrameReader(Generic[T]):
+    """Collects bytes and yields whole messages of type `T`. After an error the connection is to be closed."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[T], limit_bytes: int) -> None:
+        self._decoder = decoder
+        self._limit_bytes = limit_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | bytearray | memoryview) -> list[T]:
+        """Add received bytes; return the messages they complete."""
+        buffer = self._buffer
+        buffer += data
+        messages: list[T] = []
+        position = 0
+        while len(buffer) - position >= 4:
+            (length,) = _LENGTH.unpack_from(buffer, position)
+            if length > self._limit_bytes:
+                raise TransportError(
+                    f"a frame of {length} bytes is over the limit of {self._limit_bytes}",
+                    remedy="Send fewer objects or boundaries in one message.",
+                    code="KV-503",
+                )
+            if len(buffer) - position - 4 < length:
+                break
+            messages.append(self._decode(bytes(buffer[position + 4 : position + 4 + length])))
+            position += 4 + length
+        if position:
+            del buffer[:position]
+        return messages
+
+    def _decode(self, payload: bytes) -> T:
+        try:
+            return self._decoder.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise TransportError(
+                f"a frame of {len(payload)} bytes is not a message: {error}",
+                remedy="The peer is not a kvtally of this protocol version, or its bytes were damaged on the way.",
+                code="KV-503",
+            ) from error
+
+
+def request_reader(limit_bytes: int) -> FrameReader[Request]:
+    return FrameReader(msgspec.msgpack.Decoder(Request), limit_bytes)
+
+
+def reply_reader(limit_bytes: int) -> FrameReader[Reply]:
+    return FrameReader(msgspec.msgpack.Decoder(Reply), limit_bytes)

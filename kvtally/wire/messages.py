@@ -1,0 +1,275 @@
+"""Every message of the store protocol. Tagged, array-like msgspec structs: append-only fields with defaults, never reordered.
+
+A connection begins with the store's `Greeting` (on a unix socket it carries two file descriptors: the arena, and the
+write end of a liveness pipe that the client keeps open for as long as it has the arena mapped). The client answers
+`Hello` and gets `Welcome` or `Refused`. After that every request carries an `id` the client chose, and exactly one reply
+carries it back; `Staged` is the one message the store sends unasked.
+
+Chain values travel as one byte string of 32 bytes each. Bulk bytes never travel: they go through the arena.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+
+import msgspec
+
+from kvtally.core.receipts import Half, Receipt
+from kvtally.wire.limits import Limits
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=False):
+    """Base of all messages."""
+
+
+class MissReason(StrEnum):
+    """Why less than the whole prompt was reused. The one list of reasons: metrics, receipts and doctor use these words."""
+
+    ABSENT = "absent"  # nobody saved it, or it was evicted
+    STATE_ABSENT = "state_absent"  # attention is there, the recurrent state (or window) at that boundary is not
+    PENDING = "pending"  # still being written when the wait ended
+    STAGING_FAILED = "staging_failed"  # a lower tier could not deliver it in time
+    CHECKSUM = "checksum"  # bytes did not match their identity; quarantined
+    ARENA_FULL = "arena_full"  # no room to stage: everything else is leased
+    LEASE_EXPIRED = "lease_expired"
+    LIMIT = "limit"  # the client or the store reached a bound
+    STORE_UNREACHABLE = "store_unreachable"
+    DEADLINE = "deadline"
+    REFUSED = "refused"
+
+
+# ---- handshake
+
+
+class Greeting(Message, frozen=True, tag="greeting"):
+    """First message of a connection, from the store."""
+
+    protocol: int
+    version: str
+    store: str  # a fresh random name for each store process: a new one means that everything believed is void
+    arena_bytes: int
+    verify_reads: bool
+    limits: Limits
+    nonce: bytes = b""  # TCP only: to be answered with the token's proof in Hello
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """First message of a client. Without a namespace it may only use receipts, stats and tools' requests."""
+
+    id: int
+    protocol: int
+    client: str  # for people: shown by `kvtally stat`
+    namespace: bytes = b""  # canonical description (core.namespace.canonical)
+    expect: bytes = (
+        b""  # digest that the namespace must have (a P/D peer's): refused with the differing fields otherwise
+    )
+    proof: bytes = b""  # TCP only: keyed blake3 of the nonce
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    id: int
+    session: int
+    digest: bytes = b""  # of the registered namespace
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """The typed no: to a request, or (id 0) to the connection, which is then closed."""
+
+    id: int
+    code: str
+    message: str
+    remedy: str
+
+
+# ---- reading
+
+
+class Lookup(Message, frozen=True, tag="lookup"):
+    """Up to which boundary of this prompt can all groups be served? One round trip for a whole prompt.
+
+    With `hold` everything the hit needs is leased and, where it lies in a lower tier, staged into the arena.
+    """
+
+    id: int
+    chains: bytes  # chain values at `ends`, 32 bytes each
+    ends: list[int]  # boundaries in tokens, ascending; each continues the one before
+    limit_tokens: int  # the hit may not be longer (tokens - 1)
+    alignment_tokens: int = 1
+    have: list[int] = []  # per group: tokens the engine holds already (see core.hits)
+    wait_ms: int = 0  # wait so long for pending objects that would lengthen the hit
+    hold: bool = False
+    lease_ms: int = 0  # 0: the longest allowed
+
+
+class Found(Message, frozen=True, tag="found"):
+    """The answer to a lookup. `end_tokens` is promised only when `staging` is 0; otherwise wait for `Staged`."""
+
+    id: int
+    end_tokens: int
+    lease: int = 0  # 0: nothing is held
+    staging: int = 0  # objects on their way up from a lower tier
+    pending_tokens: int = 0  # the boundary that would be servable if every pending object were committed
+    presence: list[
+        bytes
+    ] = []  # per group: bit i (LSB first) is set where the object at boundary i exists on every rank
+    tails: list[int] = []  # lengths in tokens of the tails known beneath the hit's boundary
+    reason: str = ""  # why the hit is not longer (a MissReason; empty where it reached the last boundary asked for)
+    arena_tokens: int = 0  # of the hit: tokens whose objects were in the arena already
+
+
+class Staged(Message, frozen=True, tag="staged"):
+    """Unasked: the staging of a lease has ended. `end_tokens` may be less than was found (a tier failed), even 0."""
+
+    id: int  # always 0
+    lease: int
+    end_tokens: int
+    reason: str = ""
+    disk_tokens: int = 0  # of the hit: tokens that came from a lower tier
+    staged_bytes: int = 0
+    wait_ns: int = 0
+
+
+class SlotsGet(Message, frozen=True, tag="slots_get"):
+    """Where the leased objects of one rank lie. Any session of the same namespace may ask (a worker for its scheduler)."""
+
+    id: int
+    lease: int
+    rank: int = 0
+
+
+class Slot(Message, frozen=True, tag="slot"):
+    """One leased object: which it is, where it lies in the arena, and what its bytes must add up to."""
+
+    index: int  # boundary index of the lookup
+    group: int
+    length_bytes: int
+    checksum: int
+    pieces: list[int]  # offset, length, offset, length, ...
+
+
+class Slots(Message, frozen=True, tag="slots"):
+    id: int
+    slots: list[Slot]
+    reason: str = ""  # set, with no slots, when the lease is gone
+
+
+class Release(Message, frozen=True, tag="release"):
+    """Give leases back. `bad` names objects whose bytes did not verify after the copy: (lease, index, group, rank) each."""
+
+    id: int
+    leases: list[int]
+    bad: list[tuple[int, int, int, int]] = []
+
+
+class Done(Message, frozen=True, tag="done"):
+    id: int
+
+
+# ---- writing
+
+
+class PutStatus(IntEnum):
+    WRITE = 0  # yours to write: here is the slot
+    PRESENT = 1  # already committed
+    PENDING = 2  # another writer has begun
+    FULL = 3  # no room now
+
+
+class PutObject(Message, frozen=True, tag="put_object"):
+    chain: bytes
+    parent: bytes  # chain value at `start_tokens` (the root chain at 0)
+    start_tokens: int
+    end_tokens: int
+    group: int
+    rank: int
+    length_bytes: int
+
+
+class PutBegin(Message, frozen=True, tag="put_begin"):
+    """Lease slots for objects about to be written. Identical concurrent puts get one writer."""
+
+    id: int
+    objects: list[PutObject]
+
+
+class PutSlot(Message, frozen=True, tag="put_slot"):
+    status: int  # a PutStatus
+    put: int = 0
+    pieces: list[int] = []  # offset, length, ...
+
+
+class PutSlots(Message, frozen=True, tag="put_slots"):
+    """One per object of the request, in its order."""
+
+    id: int
+    slots: list[PutSlot]
+
+
+class PutEnd(Message, frozen=True, tag="put_end"):
+    """Commit and abort. Only after this does the client stop touching those slots: it is also its word that it has."""
+
+    id: int
+    commit: list[tuple[int, int]] = []  # put, checksum
+    abort: list[int] = []
+
+
+class PutEnded(Message, frozen=True, tag="put_ended"):
+    id: int
+    committed: int
+    rejected: list[int] = []  # puts that had expired or were unknown: not published
+
+
+# ---- receipts, tools
+
+
+class ReceiptFile(Message, frozen=True, tag="receipt_file"):
+    id: int
+    ticket: str
+    half: Half
+
+
+class ReceiptGet(Message, frozen=True, tag="receipt_get"):
+    """One ticket (waiting up to `wait_ms` until both halves, or decode's alone, are there), or the last ones filed."""
+
+    id: int
+    ticket: str = ""
+    wait_ms: int = 0
+    last: int = 0
+
+
+class Receipts(Message, frozen=True, tag="receipts"):
+    id: int
+    receipts: list[Receipt]
+
+
+class Ping(Message, frozen=True, tag="ping"):
+    id: int
+
+
+class StatsGet(Message, frozen=True, tag="stats_get"):
+    id: int
+
+
+class Stats(Message, frozen=True, tag="stats"):
+    id: int
+    stats: dict[str, object]  # the same tree that admin HTTP serves as JSON
+
+
+class Reset(Message, frozen=True, tag="reset"):
+    """Forget a namespace (by digest), or, with an empty digest, the session's own."""
+
+    id: int
+    digest: bytes = b""
+
+
+class ResetDone(Message, frozen=True, tag="reset_done"):
+    id: int
+    objects: int
+
+
+Request = Hello | Lookup | SlotsGet | Release | PutBegin | PutEnd | ReceiptFile | ReceiptGet | Ping | StatsGet | Reset
+Reply = (
+    Greeting | Welcome | Refused | Found | Staged | Slots | Done | PutSlots | PutEnded | Receipts | Stats | ResetDone
+)

@@ -1,0 +1,389 @@
+"""The sans-I/O store, message by message."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtally.core.keys import ROOT_CHAIN, chain_values, chunk_ends, token_bytes
+from kvtally.core.namespace import GroupKind, GroupSpec, Namespace, canonical
+from kvtally.core.receipts import Half, Role
+from kvtally.store.context import TierInfo
+from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, WriteJob
+from kvtally.store.store import Store
+from kvtally.store.tiers.base import ObjectRecord
+from kvtally.wire.limits import Limits
+from kvtally.wire.messages import (
+    PROTOCOL_VERSION,
+    Found,
+    Hello,
+    Lookup,
+    MissReason,
+    PutBegin,
+    PutEnd,
+    PutEnded,
+    PutObject,
+    PutSlots,
+    PutStatus,
+    ReceiptFile,
+    ReceiptGet,
+    Receipts,
+    Refused,
+    Release,
+    Reset,
+    ResetDone,
+    Slots,
+    SlotsGet,
+    Staged,
+    Welcome,
+)
+
+CHUNK = 256
+FULL = GroupSpec(kind=GroupKind.FULL, block_tokens=16, page_bytes=((256,),))
+STATE = GroupSpec(kind=GroupKind.RECURRENT, block_tokens=256, page_bytes=((5000,),))
+HYBRID = Namespace(model="hybrid", groups=(FULL, STATE), chunk_tokens=CHUNK, alignment_tokens=16)
+TOKENS = token_bytes(range(1024))
+ENDS = chunk_ends(1024, CHUNK)
+CHAINS = chain_values(TOKENS, ENDS)
+
+
+class Node:
+    """A store with one talkative client and a clock."""
+
+    def __init__(
+        self, *, tiers: tuple[TierInfo, ...] = (), arena_bytes: int = 1 << 20, limits: Limits | None = None
+    ) -> None:
+        self.now_ns = 1
+        self.store = Store(name="s", version="0", arena_bytes=arena_bytes, limits=limits or Limits(), tiers=tiers)
+        self.jobs: list[Job] = []
+        self.session = self.join()
+
+    def join(self, namespace: Namespace = HYBRID, *, shared_memory: bool = True) -> int:
+        session = self.store.connect(shared_memory=shared_memory, now_ns=self.now_ns)
+        reply = self.ask(Hello(1, PROTOCOL_VERSION, "test", canonical(namespace)), session)
+        assert isinstance(reply, Welcome)
+        return session
+
+    def ask(self, request, session: int | None = None):  # type: ignore[no-untyped-def]
+        self.store.handle(session or self.session, request, self.now_ns)
+        return self.reply()
+
+    def reply(self):  # type: ignore[no-untyped-def]
+        self.store.check()
+        self.jobs += self.store.take_jobs()
+        messages = [message for _, message in self.store.take_outbox()]
+        assert len(messages) <= 1
+        return messages[0] if messages else None
+
+    def advance(self, seconds: float):  # type: ignore[no-untyped-def]
+        self.now_ns += int(seconds * 1e9)
+        self.store.tick(self.now_ns)
+        return self.reply()
+
+    def begin(self, index: int, group: int, session: int | None = None) -> PutSlots:
+        parent = CHAINS[index - 1] if index else ROOT_CHAIN
+        start = ENDS[index - 1] if index else 0
+        length = HYBRID.object_bytes(group, 0, CHUNK)
+        item = PutObject(CHAINS[index], parent, start, ENDS[index], group, 0, length)
+        reply = self.ask(PutBegin(2, [item]), session)
+        assert isinstance(reply, PutSlots)
+        return reply
+
+    def save(self, index: int, group: int) -> None:
+        slot = self.begin(index, group).slots[0]
+        assert slot.status == PutStatus.WRITE
+        reply = self.ask(PutEnd(3, [(slot.put, 7)]))
+        assert reply == PutEnded(3, 1)
+
+    def lookup(self, session: int | None = None, **options) -> Found:  # type: ignore[no-untyped-def]
+        settings = {"limit_tokens": 1023} | options
+        reply = self.ask(Lookup(4, b"".join(CHAINS), ENDS, **settings), session)
+        return reply  # type: ignore[no-any-return]
+
+    def finish(self, code: str = "") -> None:
+        jobs, self.jobs = self.jobs, []
+        for job in jobs:
+            self.store.job_done(job, Outcome(code=code), self.now_ns)
+
+
+def test_hit_needs_every_group() -> None:
+    node = Node()
+    node.save(0, 0)
+    assert node.lookup().end_tokens == 0
+    node.save(0, 1)
+    node.save(1, 0)
+    found = node.lookup()
+    assert (found.end_tokens, found.reason) == (256, MissReason.STATE_ABSENT)
+    assert found.presence == [b"\x03", b"\x01"]
+    node.save(1, 1)
+    assert node.lookup().end_tokens == 512
+    assert node.lookup(limit_tokens=511).end_tokens == 256
+
+
+def test_attention_on_the_engine_needs_only_the_state() -> None:
+    node = Node()
+    node.save(2, 1)
+    assert node.lookup().end_tokens == 0
+    found = node.lookup(have=[768, 0], hold=True)
+    assert found.end_tokens == 768
+    slots = node.ask(SlotsGet(5, found.lease))
+    assert isinstance(slots, Slots)
+    assert [(slot.index, slot.group) for slot in slots.slots] == [(2, 1)]
+
+
+def test_nothing_is_visible_before_its_commit() -> None:
+    node = Node()
+    slot = node.begin(0, 0).slots[0]
+    node.save(0, 1)
+    found = node.lookup()
+    assert (found.end_tokens, found.pending_tokens, found.reason) == (0, 256, MissReason.PENDING)
+    other = node.join()
+    assert node.begin(0, 0, other).slots[0].status == PutStatus.PENDING
+    node.ask(PutEnd(3, abort=[slot.put]))
+    assert node.lookup().pending_tokens == 0
+    assert node.begin(0, 0, other).slots[0].status == PutStatus.WRITE
+
+
+def test_lookup_waits_for_a_pending_object_and_no_longer_than_asked() -> None:
+    node = Node()
+    slot = node.begin(0, 0).slots[0]
+    node.save(0, 1)
+    other = node.join()
+    assert node.lookup(other, wait_ms=500) is None
+    node.store.handle(node.session, PutEnd(3, [(slot.put, 7)]), node.now_ns)
+    messages = {session: message for session, message in node.store.take_outbox()}
+    assert isinstance(messages[other], Found)
+    assert messages[other].end_tokens == 256
+    slot = node.begin(1, 0).slots[0]
+    node.save(1, 1)
+    assert node.lookup(other, wait_ms=500) is None
+    late = node.advance(0.6)
+    assert isinstance(late, Found)
+    assert (late.end_tokens, late.reason) == (256, MissReason.PENDING)
+
+
+def test_dead_writer_publishes_nothing_and_its_slot_waits_for_its_process() -> None:
+    node = Node()
+    writer = node.join()
+    node.begin(0, 0, writer)
+    used = node.store.stats(0)["arena"]["used_bytes"]  # type: ignore[index]
+    node.store.disconnect(writer, node.now_ns)
+    arena = node.store.stats(0)["arena"]
+    assert (arena["used_bytes"], arena["limbo_bytes"]) == (used, used)  # type: ignore[index]
+    assert node.begin(0, 0).slots[0].status == PutStatus.WRITE
+    node.store.writer_gone(writer, node.now_ns)
+    assert node.store.stats(0)["arena"]["limbo_bytes"] == 0  # type: ignore[index]
+    node.store.check()
+
+
+def test_expired_put_is_rejected_and_freed_by_its_own_late_end() -> None:
+    node = Node()
+    slot = node.begin(0, 0).slots[0]
+    node.advance(61)
+    assert node.store.stats(0)["arena"]["limbo_bytes"] > 0  # type: ignore[index]
+    assert node.ask(PutEnd(3, [(slot.put, 7)])) == PutEnded(3, 0, [slot.put])
+    assert node.store.stats(0)["arena"]["used_bytes"] == 0  # type: ignore[index]
+
+
+def test_lease_pins_and_expires() -> None:
+    node = Node(arena_bytes=8 * 4096)
+    node.save(0, 0)
+    node.save(0, 1)  # 1 + 2 granules
+    found = node.lookup(hold=True, lease_ms=1000)
+    for index in (1, 2):
+        node.save(index, 1)
+    assert node.begin(3, 1).slots[0].status == PutStatus.WRITE  # evicts a tail, not the leased node
+    assert node.lookup().end_tokens == 256
+    node.advance(2)
+    reply = node.ask(SlotsGet(5, found.lease))
+    assert isinstance(reply, Slots)
+    assert reply.reason == MissReason.LEASE_EXPIRED
+
+
+def test_eviction_takes_tails_first() -> None:
+    node = Node(arena_bytes=12 * 4096)
+    for index in range(4):
+        node.save(index, 0)
+        node.save(index, 1)  # 12 granules: full
+    other = Namespace(model="other", groups=(FULL,), chunk_tokens=CHUNK, alignment_tokens=16)
+    stranger = node.join(other)
+    item = PutObject(CHAINS[0], ROOT_CHAIN, 0, 256, 0, 0, 4096)
+    assert node.ask(PutBegin(2, [item]), stranger).slots[0].status == PutStatus.WRITE
+    assert node.lookup().end_tokens == 768
+
+
+DISK = TierInfo(name="disk", capacity_bytes=1 << 20)
+
+
+def test_write_behind_then_stage_from_disk() -> None:
+    node = Node(tiers=(DISK,), arena_bytes=3 * 4096, limits=Limits(staging_bytes=1 << 20))
+    node.save(0, 0)
+    node.save(0, 1)
+    assert [type(job) for job in node.jobs] == [WriteJob, WriteJob]
+    node.finish()
+    node.save(1, 1)  # evicts the first node from the arena
+    node.finish()
+    found = node.lookup(hold=True)
+    assert (found.end_tokens, found.staging) == (256, 2)
+    assert node.ask(SlotsGet(5, found.lease)) == Slots(5, [], MissReason.PENDING)
+    first, second = node.jobs
+    node.store.job_done(first, Outcome(), node.now_ns)
+    assert node.reply() is None
+    node.store.job_done(second, Outcome(), node.now_ns)
+    staged = node.reply()
+    assert isinstance(staged, Staged)
+    assert (staged.end_tokens, staged.disk_tokens, staged.reason) == (256, 256, "")
+    assert len(node.ask(SlotsGet(5, found.lease)).slots) == 2
+
+
+@pytest.mark.parametrize(("code", "reason", "left"), [("KV-401", "checksum", 0), ("KV-602", "staging_failed", 1)])
+def test_failed_staging_is_a_counted_miss(code: str, reason: str, left: int) -> None:
+    node = Node(tiers=(DISK,), arena_bytes=3 * 4096, limits=Limits(staging_bytes=1 << 20))
+    node.save(0, 0)
+    node.save(0, 1)
+    node.finish()
+    node.save(1, 1)
+    node.finish()
+    node.lookup(hold=True)
+    first, second = node.jobs
+    node.store.job_done(first, Outcome(), node.now_ns)
+    node.store.job_done(second, Outcome(code=code), node.now_ns)
+    staged = node.reply()
+    assert (staged.end_tokens, staged.reason) == (0, reason)
+    stats = node.store.stats(node.now_ns)
+    assert stats["lookups"]["misses"] == {reason: 1}  # type: ignore[index]
+    assert stats["tiers"][0]["errors"] == {code: 1}  # type: ignore[index]
+    assert sum(stats["quarantined"]["count"].values()) == 1 - left  # type: ignore[index]
+    assert stats["leases"]["open"] == 0  # type: ignore[index]
+
+
+def test_slow_disk_drops_and_failing_disk_is_left_alone() -> None:
+    node = Node(tiers=(DISK,), limits=Limits(write_behind_bytes=8192))
+    for index in range(3):
+        node.save(index, 0)
+    tier = node.store.stats(node.now_ns)["tiers"][0]  # type: ignore[index]
+    assert (len(node.jobs), tier["dropped"]) == (2, 1)
+    node.finish(code="KV-602")
+    node.save(3, 0)
+    tier = node.store.stats(node.now_ns)["tiers"][0]  # type: ignore[index]
+    assert (tier["state"], tier["dropped"], len(node.jobs)) == ("not-writing", 4, 0)
+    node.advance(130)
+    node.save(3, 1)
+    assert len(node.jobs) == 1
+
+
+def test_disk_is_bounded() -> None:
+    node = Node(tiers=(TierInfo(name="disk", capacity_bytes=3 * 4096),))
+    for index in range(4):
+        node.save(index, 0)
+        node.finish()
+    assert node.store.stats(0)["tiers"][0]["used_bytes"] <= 3 * 4096  # type: ignore[index]
+
+
+def test_shared_tier_is_asked_and_the_index_learns() -> None:
+    node = Node(tiers=(TierInfo(name="redis", capacity_bytes=None, enumerable=False),))
+    assert node.lookup(hold=True) is None
+    job = node.jobs.pop()
+    assert isinstance(job, FindJob)
+    known = {(CHAINS[0], 0): 4096, (CHAINS[0], 1): 5000}
+    found = tuple(
+        ObjectRecord(
+            namespace=HYBRID, chain=key.chain, parent=ROOT_CHAIN, start_tokens=0, end_tokens=256, group=key.group,
+            rank=key.rank, length_bytes=known[key.chain, key.group], checksum=1,
+        )
+        if (key.chain, key.group) in known
+        else None
+        for key in job.keys
+    )  # fmt: skip
+    node.store.job_done(job, Outcome(found=found), node.now_ns)
+    answer = node.reply()
+    assert (answer.end_tokens, answer.staging) == (256, 2)
+    assert all(isinstance(job, ReadJob) for job in node.jobs)
+
+
+def test_bad_bytes_are_quarantined_and_not_served_again() -> None:
+    node = Node()
+    node.save(0, 0)
+    node.save(0, 1)
+    first, second = node.lookup(hold=True), node.lookup(hold=True)
+    node.ask(Release(5, [first.lease], [(first.lease, 0, 1, 0)]))
+    assert node.lookup().end_tokens == 0
+    assert node.ask(SlotsGet(6, second.lease)).reason == MissReason.CHECKSUM
+    assert node.begin(0, 1).slots[0].status == PutStatus.WRITE
+    node.ask(Release(7, [second.lease]))
+    assert node.store.stats(0)["quarantined"]["count"] == {"arena": 1}  # type: ignore[index]
+
+
+def test_tails_are_named_beneath_the_hit() -> None:
+    node = Node()
+    node.save(0, 0)
+    node.save(0, 1)
+    tail = PutObject(b"t" * 32, CHAINS[0], 256, 288, 0, 0, 512)
+    slot = node.ask(PutBegin(2, [tail])).slots[0]
+    assert node.lookup().tails == []
+    node.ask(PutEnd(3, [(slot.put, 9)]))
+    assert node.lookup().tails == [32]
+
+
+def test_reset_forgets_but_leases_stay_readable() -> None:
+    node = Node(tiers=(DISK,))
+    node.save(0, 0)
+    node.save(0, 1)
+    node.finish()
+    held = node.lookup(hold=True)
+    assert node.ask(Reset(8)) == ResetDone(8, 2)
+    assert node.lookup().end_tokens == 0
+    assert node.store.stats(0)["arena"]["used_bytes"] > 0  # type: ignore[index]
+    node.ask(Release(9, [held.lease]))
+    assert node.store.stats(0)["arena"]["used_bytes"] == 0  # type: ignore[index]
+
+
+def test_receipt_halves_meet() -> None:
+    node = Node()
+    node.ask(ReceiptFile(1, "t1", Half(role=Role.PREFILL, saved_tokens=255)))
+    router = node.join()
+    assert node.ask(ReceiptGet(2, "t1", wait_ms=1000), router) is None
+    node.store.handle(node.session, ReceiptFile(3, "t1", Half(role=Role.DECODE, tokens_host=255, verified=True)), 5)
+    messages = dict(node.store.take_outbox())
+    assert isinstance(messages[router], Receipts)
+    assert messages[router].receipts[0].verdict == "proved"
+    assert node.ask(ReceiptGet(4, "nobody", wait_ms=10), router) is None
+    assert node.advance(1) == Receipts(4, [])
+
+
+def test_hello_refusals_say_what_differs() -> None:
+    node = Node()
+    other = Namespace(model="hybrid", groups=(FULL, STATE), chunk_tokens=512, alignment_tokens=16)
+    session = node.store.connect(shared_memory=True, now_ns=0)
+    reply = node.ask(Hello(1, PROTOCOL_VERSION, "x", canonical(other), HYBRID.digest), session)
+    assert isinstance(reply, Refused)
+    assert "chunk_tokens: 512 here, 256 there" in reply.message
+    assert node.ask(Hello(1, 99, "x"), session).code == "KV-201"
+    assert node.ask(Hello(1, PROTOCOL_VERSION, "x", b"{}"), session).code == "KV-202"
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Lookup(1, b"x", [256], 100),
+        Lookup(1, b"".join(CHAINS[:2]), [256, 256], 100),
+        Lookup(1, b"", [], 0, 0),
+        PutBegin(1, [PutObject(b"x", ROOT_CHAIN, 0, 1, 0, 0, 1)]),
+        PutBegin(1, [PutObject(CHAINS[0], ROOT_CHAIN, 0, 256, 9, 0, 1)]),
+        PutBegin(1, [PutObject(CHAINS[0], ROOT_CHAIN, 5, 256, 0, 0, 1)]),
+        PutBegin(1, [PutObject(CHAINS[0], CHAINS[0], 5, 256, 0, 0, 1)]),
+        Reset(1, b"unknown"),
+    ],
+)
+def test_malformed_requests_are_refused_and_change_nothing(request_) -> None:  # type: ignore[no-untyped-def]
+    node = Node()
+    assert isinstance(node.ask(request_), Refused)
+    assert node.store.stats(0)["arena"]["used_bytes"] == 0  # type: ignore[index]
+    assert node.store.stats(0)["namespaces"][0]["boundaries"] == 0  # type: ignore[index]
+
+
+def test_without_shared_memory_only_questions() -> None:
+    node = Node()
+    remote = node.join(shared_memory=False)
+    assert isinstance(node.lookup(remote), Found)
+    assert node.lookup(remote, hold=True).code == "KV-204"  # type: ignore[attr-defined]
+    assert node.ask(SlotsGet(1, 1), remote).code == "KV-204"
