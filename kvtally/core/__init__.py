@@ -1,1 +1,1 @@
-"""Pure logic: no I/O, no clock, no randomness of its own. Decisions are functions and small state machines that return data."""
+"""Pure logic: no I/O, no clock, no randomness of its own. Functions and small state machines that return data."""

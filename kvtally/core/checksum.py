@@ -1,7 +1,7 @@
 """Checksums: xxh3-64 over an object's bytes, seeded with its identity (`keys.checksum_seed`).
 
-Owns the one algorithm that tiers, clients and tools share. Seeding means that bytes of another object, another length or
-another rank never verify, however intact they are. Pure computation; xxh3 releases the interpreter lock on large buffers.
+Owns the one algorithm that tiers, clients and tools share. Seeding means that bytes of another object, length or rank
+never verify, however intact they are. Pure computation; xxh3 releases the interpreter lock on large buffers.
 """
 
 from __future__ import annotations

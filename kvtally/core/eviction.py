@@ -5,9 +5,9 @@ of it is resident in the same tier, nothing pins it and nothing is being written
 and what evicting means is `residency`'s.
 
 One heap per tier, entries lazily corrected: using a node only updates its stamp, and the heap notices when the entry
-surfaces. A node that is no candidate at that moment leaves the heap and is offered again by the event that makes it one
-(last child gone, last pin gone, write ended). Entries gone stale are also swept out whenever the heap has doubled, so it
-holds candidates, not every node that ever was one.
+surfaces. A node that is no candidate at that moment leaves the heap and is offered again by the event that makes it
+one (last child gone, last pin gone, write ended). Entries gone stale are also swept out whenever the heap has doubled,
+so it holds candidates, not every node that ever was one.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class GroupLayout:
     buffer_bytes: int
 
     def __post_init__(self) -> None:
-        if self.blocks_count < 1:
-            raise ValueError(f"{self.blocks_count} blocks")
+        if self.blocks_count < 2:
+            raise ValueError(f"a pool of {self.blocks_count} blocks has none to use: the first is the null block")
         for index, layer in enumerate(self.layers):
             if not (layer.offset >= 0 and 0 < layer.page_bytes <= layer.stride_bytes):
                 raise ValueError(f"layer {index} has impossible sizes: {layer}")
@@ -189,9 +189,10 @@ def validate(namespace: Namespace, layouts_per_rank: Mapping[int, Sequence[Group
 def _check_apart(rank: int, layouts: Sequence[GroupLayout]) -> None:
     """Pages may overlap only where they have the same block id and belong to different groups.
 
-    With a common stride s, block b in layer i and block c in layer j overlap just if k = b - c satisfies
-    `gap - pages_i < k * s < gap + pages_j`, so all blocks of all pairs of layers are checked at once. Layers of
-    different strides must lie apart as a whole: whatever interleaves them is no layout we know.
+    With a common stride s, block b in layer i and block c in layer j overlap just if k = b - c satisfies `gap -
+    pages_i < k * s < gap + pages_j`, so all blocks of all pairs of layers are checked at once. (Where the layers'
+    extents meet and some k other than 0 satisfies it, one does that two existing blocks have.) Layers of different
+    strides must lie apart as a whole: whatever interleaves them is no layout we know.
     """
     layers = np.array([layer for layout in layouts for layer in layout.layers], dtype=np.int64).reshape(-1, 3)
     groups = np.repeat(np.arange(len(layouts)), [len(layout.layers) for layout in layouts])
@@ -204,7 +205,6 @@ def _check_apart(rank: int, layouts: Sequence[GroupLayout]) -> None:
     stride = strides[:, None]
     lowest = (gap - pages[:, None]) // stride + 1  # smallest and largest k (block in i minus block in j) that overlap
     highest = -(-(gap + pages) // stride) - 1
-    lowest, highest = np.maximum(lowest, -last), np.minimum(highest, last[:, None])
     other_block = (lowest <= highest) & ((lowest != 0) | (highest != 0))
     same_group = (groups[:, None] == groups) & ~np.eye(len(groups), dtype=bool)
     same_block = same_group & (lowest <= 0) & (highest >= 0)

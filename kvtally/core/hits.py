@@ -27,7 +27,7 @@ from kvtally.core.namespace import GroupKind, GroupSpec
 
 
 class Hit(NamedTuple):
-    """The deepest servable boundary: how many boundaries of the path it covers (0: none), and its position in tokens."""
+    """The deepest servable boundary: how many boundaries of the path it covers (0: none), and where it ends."""
 
     boundaries: int
     end_tokens: int
@@ -45,7 +45,9 @@ def longest_hit(
     alignment_tokens: int = 1,
     have: Sequence[int] = (),
 ) -> Hit:
-    """The deepest boundary at which every group can be served. `present[g][i]`: group g's object at index i, on every rank.
+    """The deepest boundary at which every group can be served.
+
+    `present[g][i]` says whether group g's object at index i is there, on every rank.
 
     One pass down from the deepest candidate; each group's own condition is O(1) after one pass over its presence:
     `reach[g][i]` is the lowest index from which group g is present without a gap up to and including i.
@@ -71,7 +73,7 @@ def needed(spec: GroupSpec, ends: Sequence[int], index: int, have_tokens: int = 
     first = have_tokens
     if spec.kind is GroupKind.SLIDING:
         first = max(first, end - (spec.window_tokens - 1))
-    # Half-open spans: the object at j covers [ends[j-1], ends[j]), so the first one needed is the first that ends above `first`.
+    # The object at j covers [ends[j-1], ends[j]), so the first one needed is the first that ends above `first`.
     return range(min(bisect_right(ends, first), index + 1), index + 1)
 
 

@@ -46,7 +46,7 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def chain_value(previous: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
-    """The chain value one boundary after `previous`; `tokens` are the ids between the two, as `token_bytes` packs them."""
+    """The chain value one boundary after `previous`; `tokens` are the ids between, as `token_bytes` packs them."""
     return blake3(previous + _U32.pack(len(tokens) // TOKEN_BYTES) + tokens + extra).digest()
 
 

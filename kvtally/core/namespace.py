@@ -25,7 +25,7 @@ class GroupKind(StrEnum):
 
 
 class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One KV-cache group. `page_bytes[stage]` lists the unpadded bytes of one block in each layer of that pipeline stage.
+    """One KV-cache group. `page_bytes[stage]`: unpadded bytes of one block in each layer of that pipeline stage.
 
     Impossible values raise ValueError, which `decode` turns into its ValidationError: a description comes from a peer.
     """
@@ -98,7 +98,10 @@ def canonical(namespace: Namespace) -> bytes:
 
 def decode(description: bytes) -> Namespace:
     """Read a canonical description back. Raises `msgspec.ValidationError` on anything else."""
-    return msgspec.json.decode(description, type=Namespace)
+    try:
+        return msgspec.json.decode(description, type=Namespace)
+    except UnicodeDecodeError as error:
+        raise msgspec.ValidationError(str(error)) from error
 
 
 class Difference(msgspec.Struct, frozen=True):

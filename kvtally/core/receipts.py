@@ -1,7 +1,8 @@
 """Receipts: the two halves that prove reuse, and the verdict that matching them gives.
 
 Prefill files one half (what it saved), decode the other (what it really loaded and computed). Owns the records, the
-verdict rule and `ReceiptBook`, the bounded ledger in which the store keeps halves by ticket. No clock: time is an argument.
+verdict rule and `ReceiptBook`, the bounded ledger in which the store keeps halves by ticket. No clock: time is an
+argument.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Verdict(StrEnum):
 class Half(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One party's account of one request, in tokens and bytes as it counted them itself.
 
-    For prefill `saved_tokens` is the boundary it promises and `chain` names it. For decode the four `tokens_*` fields say
-    where each reused prompt token came from and `computed_tokens` what it had to compute.
+    For prefill `saved_tokens` is the boundary it promises and `chain` names it. For decode the four `tokens_*` fields
+    say where each reused prompt token came from and `computed_tokens` what it had to compute.
     """
 
     role: Role

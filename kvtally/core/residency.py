@@ -119,7 +119,7 @@ class Residency:
         return self.families.setdefault(namespace.digest, Family(namespace))
 
     def ensure(self, family: Family, chain: bytes, parent: bytes, start: int, end: int) -> Node:
-        """The node for this boundary, made if need be, and its parent too. Raises ChainConflict if it is known otherwise."""
+        """The node for this boundary, made if need be, with its parent. ChainConflict if it is known otherwise."""
         node = family.nodes.get(chain)
         if node is not None and node.parent is not None:
             if node.end != end or node.start != start or node.parent.chain != parent:

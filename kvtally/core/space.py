@@ -43,7 +43,7 @@ class Space:
         return self.capacity_bytes - self.free_bytes
 
     def allocate(self, length_bytes: int) -> tuple[Piece, ...] | None:
-        """Pieces for an object (the last one cut to its length), or None, with nothing changed, where it does not fit."""
+        """Pieces for an object (the last one cut to its length), or None, with nothing changed, if it does not fit."""
         size = round_up(length_bytes)
         if size > self.free_bytes or size <= 0:
             return None
@@ -110,8 +110,8 @@ class Space:
         return None
 
     def _newest(self, index: int, count: int) -> list[int]:
-        """Up to `count` holes of a size class, newest first. By `popitem`, because a dict that is emptied from the front
-        is walked over its dead entries again and again."""
+        """Up to `count` holes of a size class, newest first. By `popitem`, because a dict that is emptied from the
+        front is walked over its dead entries again and again."""
         holes = self._classes.get(index)
         if not holes:
             return []

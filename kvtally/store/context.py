@@ -92,7 +92,7 @@ LONGEST_PAUSE_NS = 60 * SECOND_NS
 
 @dataclass(slots=True)
 class TierState:
-    """A lower tier's health and counters. A tier that fails is left alone for a while, longer each time; never for ever."""
+    """A lower tier: health and counters. One that fails is left alone for a while, longer each time, never for good."""
 
     info: TierInfo
     write_paused_until_ns: int = 0

@@ -1,4 +1,4 @@
-"""Jobs: what the store asks of its lower tiers, as data. The store decides, the mover carries out, the outcome comes back.
+"""Jobs: what the store asks of its lower tiers, as data. The store decides, the mover acts, the outcome comes back.
 
 Neighbours: `store` (emits jobs, takes outcomes), `mover` (threads that run them), `tiers` (what they run on).
 Jobs of one tier that write or remove are carried out in the order of their emission; reads and finds in any order.

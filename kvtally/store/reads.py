@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 from kvtally.core.hits import Hit, longest_hit, needed
 from kvtally.core.keys import CHAIN_BYTES, ObjectKey
@@ -201,7 +202,7 @@ class Reads:
         counts.lookups += 1
         counts.hits += end_tokens > 0
         counts.hit_tokens += end_tokens
-        counts.asked_tokens += min(request.limit_tokens, request.ends[-1]) if request.ends else 0
+        counts.asked_tokens += min(max(request.limit_tokens, 0), request.ends[-1]) if request.ends else 0
         if reason:
             counts.misses[reason] += 1
 
@@ -212,8 +213,8 @@ class Reads:
                 f"{len(ends)} boundaries in one lookup, at most {self._context.limits.chains_per_lookup} are allowed"
             )
             return "KV-302", message, "Ask for a shorter prefix."
-        rising = all(before < after for before, after in zip(ends, ends[1:], strict=False))
-        if len(request.chains) != CHAIN_BYTES * len(ends) or not rising or (ends and ends[0] <= 0):
+        rising = all(before < after for before, after in pairwise(ends))
+        if len(request.chains) != CHAIN_BYTES * len(ends) or not rising or (ends and not 0 < ends[0] <= ends[-1] < 1 << 32):
             return (
                 "KV-503",
                 "a lookup's chains and boundaries do not match",
@@ -378,6 +379,8 @@ class Reads:
     def _quarantine_arena(self, session: Session, number: int, index: int, group: int, rank: int) -> None:
         lease = self._leases.get(number)
         if lease is None or lease.family is not session.family or not 0 <= rank < lease.family.ranks:
+            return
+        if not 0 <= group < len(lease.family.group_masks):
             return
         bit = lease.family.bit(group, rank)
         for at, node, mask in lease.needs:

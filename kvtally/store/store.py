@@ -1,8 +1,8 @@
 """The store's logic as one object without I/O: messages, outcomes and time go in, messages and jobs come out.
 
-Owns sessions, the handshake's content, dispatch, receipts, stats and the order of events; reading is `reads`, writing is
-`writes`, the index is `core.residency`. The shell (`server`, `mover`) and the simulator drive it in the same way, which
-is why a whole node can be run from a seed. Single-threaded: the event loop's thread owns it.
+Owns sessions, the handshake's content, dispatch, receipts, stats and the order of events; reading is `reads`, writing
+is `writes`, the index is `core.residency`. The shell (`server`, `mover`) and the simulator drive it in the same way,
+which is why a whole node can be run from a seed. Single-threaded: the event loop's thread owns it.
 
     shell ──handle / disconnect / writer_gone / tick / job_done──▶ Store ──take_outbox / take_jobs──▶ shell
 """
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 
 import msgspec
 
-from kvtally.core.namespace import FORMAT_VERSION, Namespace, canonical, decode, difference
 from kvtally.core.checksum import ALGORITHM
+from kvtally.core.namespace import FORMAT_VERSION, Namespace, canonical, decode, difference
 from kvtally.core.receipts import ReceiptBook
 from kvtally.core.residency import ARENA, ChainConflict, Node, Residency
 from kvtally.core.space import round_up
@@ -188,7 +189,8 @@ class Store:
             message = f"the namespace has format {namespace.format_version}/{namespace.checksum}, this store {ours}"
             return message, "Install the same kvtally version in the engine and for the store."
         if not 1 <= len(namespace.groups) <= limits.groups or not 1 <= namespace.ranks <= limits.ranks:
-            message = f"{len(namespace.groups)} groups on {namespace.ranks} ranks; 1 to {limits.groups} and {limits.ranks} are allowed"
+            size = f"{len(namespace.groups)} groups on {namespace.ranks} ranks"
+            message = f"{size}; 1 to {limits.groups} groups and {limits.ranks} ranks are allowed"
             return message, "Use fewer ranks for one engine."
         if namespace.chunk_tokens < 1 or namespace.alignment_tokens < 1:
             return "chunk and alignment must be at least one token", "Derive them with core.namespace.chunk_tokens."
@@ -239,7 +241,8 @@ class Store:
         session.waiting += 1
 
     def _fetch_late(self, ticket: str, session: Session, request: int, now_ns: int) -> None:
-        waiter = next(entry for entry in self._fetches[ticket] if entry[0] is session and entry[1] == request)
+        mine = [entry for entry in self._fetches[ticket] if entry[0] is session and entry[1] == request]
+        waiter = min(mine, key=lambda entry: (entry[2].bucket, entry[2].number))  # a peer may use one id twice
         self._stop_fetch(ticket, waiter)
         receipt = self._book.find(ticket, now_ns)
         self._context.send(session, Receipts(request, [receipt] if receipt is not None else []))
@@ -414,6 +417,6 @@ class Store:
         in_flight = self._writes.open_pieces() + self._reads.reading_pieces()
         owned = self._residency.owned_pieces() + in_flight
         owned.sort()
-        for before, after in zip(owned, owned[1:], strict=False):
+        for before, after in pairwise(owned):
             assert before.offset + round_up(before.length) <= after.offset, "two owners of the same arena bytes"
         assert sum(round_up(piece.length) for piece in owned) == self._residency.space.used_bytes, "arena bytes leaked"

@@ -146,17 +146,14 @@ class Writes:
                 and 0 < item.length_bytes <= limits.object_bytes
             ):
                 message = f"a put names group {item.group}, rank {item.rank}, {item.length_bytes} bytes"
-                return (
-                    "KV-503",
-                    message,
-                    f"The namespace has {groups} groups and {family.ranks} ranks; objects have 1 to {limits.object_bytes} bytes.",
-                )
+                remedy = f"There are {groups} groups, {family.ranks} ranks, and at most {limits.object_bytes} bytes."
+                return "KV-503", message, remedy
         return None
 
     # ---- ends of an open write
 
     def _take(self, session: Session, number: int) -> Put | None:
-        """The session's open put, no longer open. A put that expired into limbo is freed: its writer says it is done."""
+        """The session's open put, no longer open. One that expired into limbo is freed: its writer says it is done."""
         put = self._puts.get(number)
         if put is None or put.session != session.id:
             pieces = self._limbo.get(session.id, {}).pop(number, None)
@@ -226,7 +223,7 @@ class Writes:
     # ---- lower tiers
 
     def _write_behind(self, node: Node, bit: int, now_ns: int) -> None:
-        """Queue the object for every lower tier that takes it; a tier that cannot keep up loses it, and nothing waits."""
+        """Queue the object for every lower tier that takes it; one that cannot keep up loses it, and nothing waits."""
         size = round_up(self._residency.length_bytes(node, bit))
         for number, tier in enumerate(self._context.tiers, 1):
             if self._residency.tier_mask(node, number) >> bit & 1:

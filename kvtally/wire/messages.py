@@ -1,9 +1,9 @@
-"""Every message of the store protocol. Tagged, array-like msgspec structs: append-only fields with defaults, never reordered.
+"""Every message of the store protocol: tagged, array-like msgspec structs whose fields are only ever appended to.
 
 A connection begins with the store's `Greeting` (on a unix socket it carries two file descriptors: the arena, and the
 write end of a liveness pipe that the client keeps open for as long as it has the arena mapped). The client answers
-`Hello` and gets `Welcome` or `Refused`. After that every request carries an `id` the client chose, and exactly one reply
-carries it back; `Staged` is the one message the store sends unasked.
+`Hello` and gets `Welcome` or `Refused`. After that every request carries an `id` the client chose, and exactly one
+reply carries it back; `Staged` is the one message the store sends unasked.
 
 Chain values travel as one byte string of 32 bytes each. Bulk bytes never travel: they go through the arena.
 """
@@ -25,7 +25,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class MissReason(StrEnum):
-    """Why less than the whole prompt was reused. The one list of reasons: metrics, receipts and doctor use these words."""
+    """Why less than the whole prompt was reused. The one list of reasons, in metrics, receipts and doctor alike."""
 
     ABSENT = "absent"  # nobody saved it, or it was evicted
     STATE_ABSENT = "state_absent"  # attention is there, the recurrent state (or window) at that boundary is not
@@ -132,7 +132,9 @@ class Staged(Message, frozen=True, tag="staged"):
 
 
 class SlotsGet(Message, frozen=True, tag="slots_get"):
-    """Where the leased objects of one rank lie. Any session of the same namespace may ask (a worker for its scheduler)."""
+    """Where the leased objects of one rank lie. Any session of the same namespace may ask (a worker for its
+    scheduler).
+    """
 
     id: int
     lease: int
@@ -156,7 +158,9 @@ class Slots(Message, frozen=True, tag="slots"):
 
 
 class Release(Message, frozen=True, tag="release"):
-    """Give leases back. `bad` names objects whose bytes did not verify after the copy: (lease, index, group, rank) each."""
+    """Give leases back. `bad` names objects whose bytes did not verify after the copy: (lease, index, group, rank)
+    each.
+    """
 
     id: int
     leases: list[int]

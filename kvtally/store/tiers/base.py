@@ -1,16 +1,17 @@
-"""The contract of a lower tier: what sits below the arena (disk today; a Redis, S3 or Mooncake tier is a sibling of `disk`).
+"""The contract of a lower tier: what sits below the arena. Disk today; Redis, S3 or Mooncake would be its siblings.
 
     arena slot ──write──▶ tier        write-behind, after an object was committed
     arena slot ◀──read─── tier        staging, before a hit is promised
 
 A tier stores bytes under an `ObjectKey` and remembers each object's record. It decides nothing: which objects go down,
 come up or are evicted is the store's decision (chain-aware), and whether bytes that came up are the right ones is the
-mover's (checksum). So a tier may lose anything at any time, and may even return wrong bytes: the cost is a counted miss.
+mover's (checksum). So a tier may lose anything at any time, and may even return wrong bytes: the cost is a counted
+miss.
 
 Threading: `write` and `remove` are called from one thread, in the order in which the store decided them. `read` and
-`find` may be called from several threads at once, also while a write is under way, but never for an object that is being
-removed. All calls block and may take as long as the device takes; none is made from the event loop. `recover` is called
-once, before anything else.
+`find` may be called from several threads at once, also while a write is under way, but never for an object that is
+being removed. All calls block and may take as long as the device takes; none is made from the event loop. `recover` is
+called once, before anything else.
 
 `tests/contract` runs one suite over every tier; a new tier is done when it passes.
 """
@@ -52,10 +53,10 @@ class Tier(Protocol):
     capacity_bytes: int | None
 
     def recover(self) -> Iterator[ObjectRecord]:
-        """Every object this tier knows it holds, in the order of their writing. A tier shared with others yields nothing."""
+        """Every object it knows it holds, in the order of their writing. A tier shared with others yields nothing."""
 
     def write(self, record: ObjectRecord, source: Sequence[memoryview]) -> None:
-        """Keep the concatenation of `source` under `record.key`, replacing what was there. All or nothing for later reads.
+        """Keep the concatenation of `source` under `record.key`, replacing what was there: all of it or nothing.
 
         Raises TierError KV-601 when there is no room, KV-602 when the device cannot be written.
         """

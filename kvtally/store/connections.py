@@ -1,0 +1,299 @@
+"""Connections: how bytes on sockets become calls of the sans-I/O store, and its effects bytes on sockets again.
+
+    data_received ─▶ frames ─▶ Hub.received ─▶ Store.handle ─┐
+    liveness pipe EOF ───────▶ Hub.writer_gone ──────────────┤
+    mover ───────────────────▶ Hub.jobs_done ────────────────┼─▶ Hub.flush ─▶ outbox: one write per client
+    timer ───────────────────────────────────────────────────┘               jobs: to the mover; timer: re-armed
+
+Owns what a peer must do before the store hears of it (a Hello in time, and over TCP the proof of the token) and what
+ends a connection. Decides nothing about objects. Neighbours: `server` (accepts sockets), `store` (left to right above).
+Threading: everything here runs in the event loop's thread; nothing polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import cast
+
+from kvtally.errors import CapacityError, IncompatibleError, KVTallyError, TransportError
+from kvtally.store.arena import Arena
+from kvtally.store.mover import Batch, Mover
+from kvtally.store.store import Store
+from kvtally.wire.auth import proof
+from kvtally.wire.frames import encode, request_reader
+from kvtally.wire.limits import SECOND_NS, Limits
+from kvtally.wire.messages import Hello, Refused, Reply, Request, Stats, StatsGet, Welcome
+
+logger = logging.getLogger("kvtally.store")
+
+HELLO_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 1.0  # for a refused peer to read why
+UNGREETED_LIMIT = 64  # connections of one transport that have not said hello: strangers must not crowd out clients
+_REQUESTS_PER_FLUSH = (
+    16  # bounds the replies that one burst of small requests can pile up before the limit is looked at
+)
+_TIMER_SLACK_S = 0.001  # loops round timers to milliseconds; one that fires early would only have to be set again
+
+
+class Hub:
+    """Drives one `Store` for all its connections."""
+
+    def __init__(self, store: Store, mover: Mover, arena: Arena, limits: Limits, *, token: str = "") -> None:
+        self.store = store
+        self.limits = limits
+        self.ungreeted: set[Connection] = set()  # no valid Hello yet
+        self.ended: Counter[str] = Counter()  # connections that the store ended, by error code
+        self._mover = mover
+        self.arena = arena
+        self._token = token
+        self._connections: dict[int, Connection] = {}  # by session
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns = 0
+
+    # ---- what happens
+
+    def received(self, connection: Connection, requests: Sequence[Request]) -> None:
+        now_ns = time.monotonic_ns()
+        for number, request in enumerate(requests, 1):
+            if connection.session is None:
+                self._admit(connection, request, now_ns)
+            if connection.is_ended or connection.session is None:
+                break
+            if isinstance(request, StatsGet):
+                connection.send(encode(Stats(request.id, self.stats())))
+            else:
+                self.store.handle(connection.session, request, now_ns)
+            if number % _REQUESTS_PER_FLUSH == 0:
+                self.flush()
+        self.flush()
+
+    def lost(self, connection: Connection) -> None:
+        """The socket is closed. What the client might still be writing to waits for its liveness pipe."""
+        self.ungreeted.discard(connection)
+        if connection.session is None:
+            return
+        del self._connections[connection.session]
+        now_ns = time.monotonic_ns()
+        self.store.disconnect(connection.session, now_ns)
+        if not connection.has_arena:
+            self.store.writer_gone(connection.session, now_ns)
+        self.flush()
+
+    def writer_gone(self, connection: Connection) -> None:
+        """The liveness pipe reported EOF: its process has no arena mapped any more. Called once per unix connection."""
+        if connection.session is None:
+            connection.has_arena = False  # a tool that only asks questions: a session without shared memory, then
+            return
+        self.store.writer_gone(connection.session, time.monotonic_ns())
+        self.flush()
+
+    def jobs_done(self, batch: Batch) -> None:
+        now_ns = time.monotonic_ns()
+        for job, outcome in batch:
+            self.store.job_done(job, outcome, now_ns)
+        self.flush()
+
+    def reset(self, digest: bytes) -> int:
+        objects = self.store.reset(digest, time.monotonic_ns())
+        self.flush()
+        return objects
+
+    def stats(self) -> dict[str, object]:
+        """The store's tree, and what only its shell knows."""
+        server: dict[str, object] = {
+            "pid": os.getpid(),
+            "populated_bytes": self.arena.populated_bytes,
+            "huge_pages": self.arena.huge_pages,
+            "unwritten_jobs": self._mover.unwritten,
+            "strangers": len(self.ungreeted),
+            "ended": dict(self.ended),
+        }
+        return {**self.store.stats(time.monotonic_ns()), "server": server}
+
+    def refuse_if_crowded(self, *, has_arena: bool) -> None:
+        """Raise CapacityError KV-301 while too many strangers are connected the same way."""
+        if sum(stranger.has_arena is has_arena for stranger in self.ungreeted) >= UNGREETED_LIMIT:
+            raise _too_many(UNGREETED_LIMIT, "that have not said hello")
+
+    async def close(self) -> None:
+        """End every connection now."""
+        connections = [*self.ungreeted, *self._connections.values()]
+        for connection in connections:
+            connection.abort()
+        if connections:
+            await asyncio.wait([connection.closed for connection in connections], timeout=CLOSE_TIMEOUT_S)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # ---- what follows from it
+
+    def flush(self) -> None:
+        """Carry out what the store decided: replies, jobs, and the next time to wake up."""
+        now_ns = time.monotonic_ns()
+        deadline_ns = self.store.tick(now_ns)
+        outbox = self.store.take_outbox()
+        if outbox:
+            self._send(outbox)
+        jobs = self.store.take_jobs()
+        if jobs:
+            self._mover.submit(jobs)
+        if deadline_ns is not None and (self._timer is None or deadline_ns < self._timer_ns):
+            self._arm(deadline_ns, now_ns)
+
+    def _send(self, outbox: list[tuple[int, Reply]]) -> None:
+        frames: dict[int, list[bytes]] = {}
+        for session, reply in outbox:
+            frames.setdefault(session, []).append(encode(reply))
+            if isinstance(reply, Welcome) and session in self._connections:
+                self._connections[session].welcome()
+        for session, parts in frames.items():
+            connection = self._connections.get(session)
+            if connection is not None:
+                connection.send(b"".join(parts))
+
+    def _arm(self, deadline_ns: int, now_ns: int) -> None:
+        """Only ever set to an earlier time: a deadline that was put off costs an idle wake-up, no timer per request."""
+        if self._timer is not None:
+            self._timer.cancel()
+        delay_s = max(0.0, (deadline_ns - now_ns) / SECOND_NS) + _TIMER_SLACK_S
+        self._timer = self._loop.call_later(delay_s, self._wake)
+        self._timer_ns = deadline_ns
+
+    def _wake(self) -> None:
+        self._timer = None
+        self.flush()
+
+    def _admit(self, connection: Connection, request: Request, now_ns: int) -> None:
+        """Let the store know of a connection once it has said hello, and over TCP proved that it knows the token."""
+        if not isinstance(request, Hello):
+            connection.refuse(_not_hello(request))
+            return
+        if connection.nonce and not hmac.compare_digest(request.proof, proof(self._token, connection.nonce)):
+            connection.refuse(_wrong_token())
+            return
+        try:
+            connection.session = self.store.connect(shared_memory=connection.has_arena, now_ns=now_ns)
+        except CapacityError as error:
+            connection.refuse(error)
+            return
+        self.ungreeted.discard(connection)
+        self._connections[connection.session] = connection
+
+
+class Connection(asyncio.Protocol):
+    """One client's socket. Ended on a malformed frame, without a valid Hello in time, and when it does not read."""
+
+    def __init__(
+        self, hub: Hub, *, has_arena: bool, nonce: bytes = b"", hello_timeout_s: float = HELLO_TIMEOUT_S
+    ) -> None:
+        self.session: int | None = None  # set by the hub after a valid Hello
+        self.has_arena = has_arena  # may have the arena mapped: came over the unix socket and holds its liveness pipe
+        self.nonce = nonce  # to be answered with the token's proof; empty where the kernel vouched for the user
+        self.is_ended = False
+        self._hub = hub
+        self._hello_timeout_s = hello_timeout_s
+        self._reader = request_reader(hub.limits.frame_bytes)
+        self._transport: asyncio.Transport
+        self._deadline: asyncio.TimerHandle | None = None
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but inheritance
+        try:
+            self._hub.refuse_if_crowded(has_arena=self.has_arena)
+        except CapacityError as error:
+            self.refuse(error)
+            return
+        self._hub.ungreeted.add(self)
+        self._deadline = asyncio.get_running_loop().call_later(self._hello_timeout_s, self._hello_overdue)
+        if self.nonce:
+            self._transport.write(encode(self._hub.store.greeting(nonce=self.nonce)))
+
+    def data_received(self, data: bytes) -> None:
+        if self.is_ended:
+            return
+        try:
+            requests = self._reader.feed(data)
+        except TransportError as error:
+            self.refuse(error)
+            return
+        if requests:
+            self._hub.received(self, requests)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_ended = True
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._hub.lost(self)
+        self.closed.set_result(None)
+
+    def welcome(self) -> None:
+        """The store accepted the Hello."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def send(self, frames: bytes) -> None:
+        if self.is_ended:
+            return
+        self._transport.write(frames)
+        if self._transport.get_write_buffer_size() > self._hub.limits.unsent_bytes_per_client:
+            logger.warning("session %s does not read its replies and was cut off [KV-300]", self.session)
+            self._hub.ended["KV-300"] += 1
+            self.abort()
+
+    def refuse(self, error: KVTallyError) -> None:
+        """Say why, then close."""
+        self._hub.ended[error.code] += 1
+        logger.info("connection refused: %s", error)
+        self.is_ended = True
+        self._transport.write(encode(Refused(0, error.code, error.message, error.remedy)))
+        self._transport.close()  # after the refusal was read, or ...
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._transport.abort)
+
+    def abort(self) -> None:
+        self.is_ended = True
+        self._transport.abort()
+
+    def _hello_overdue(self) -> None:
+        self._deadline = None
+        self.refuse(
+            TransportError(
+                f"no valid hello within {self._hello_timeout_s:g} s",
+                remedy="Say hello at once after the greeting; connect again.",
+                code="KV-501",
+            )
+        )
+
+
+def _not_hello(request: Request) -> TransportError:
+    return TransportError(
+        f"the first message was {type(request).__name__}, not Hello",
+        remedy="Answer the store's greeting with Hello.",
+        code="KV-503",
+    )
+
+
+def _wrong_token() -> IncompatibleError:
+    return IncompatibleError(
+        "the proof of the store's token is missing or wrong",
+        remedy="Give the client the token that the store was started with.",
+        code="KV-205",
+    )
+
+
+def _too_many(limit: int, which: str) -> CapacityError:
+    return CapacityError(
+        f"{limit} connections {which} are the most this store takes",
+        remedy="Try again in a moment, or close connections that are not needed.",
+        code="KV-301",
+    )

@@ -1,0 +1,128 @@
+"""The mover: threads that carry the store's jobs out on lower tiers.
+
+    Store.take_jobs ──submit──▶ mover ──▶ tier.read / write / remove / find ──▶ Outcome ──deliver──▶ Store.job_done
+
+Owns the threads and the verification of bytes that came up. Decides nothing: what to move, where to and how much at
+once is the store's, which emits no more than its limits allow, so the queues here need no bound of their own.
+
+Threading: for each tier one writer thread (writes and removes, in their order) and a few reader threads (reads and
+finds, in any order): while one of them waits for the device, another one verifies. `submit`, `deliver` and `unwritten`
+belong to the event loop's thread; outcomes cross over in batches.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from queue import SimpleQueue
+
+from kvtally.core.checksum import object_checksum
+from kvtally.errors import KVTallyError
+from kvtally.store.arena import Arena
+from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, RemoveJob, WriteJob
+from kvtally.store.tiers.base import Tier
+
+logger = logging.getLogger("kvtally.store")
+
+READERS_PER_TIER = 2
+
+Batch = list[tuple[Job, Outcome]]
+_Queue = SimpleQueue[Job | None]  # None: the thread that takes it ends
+
+
+class Mover:
+    """Runs jobs until `stop`. `post` runs a function in the event loop's thread, `deliver` takes outcomes there."""
+
+    def __init__(self, tiers: Sequence[Tier], arena: Arena, *, readers: int = READERS_PER_TIER) -> None:
+        self.unwritten = 0  # writes and removes submitted and not delivered yet
+        self._tiers = tiers
+        self._arena = arena
+        self._readers = readers
+        self._writes: list[_Queue] = [SimpleQueue() for _ in tiers]
+        self._reads: list[_Queue] = [SimpleQueue() for _ in tiers]
+        self._threads: list[threading.Thread] = []
+        self._abandoned = threading.Event()
+        self._finished: Batch = []
+        self._lock = threading.Lock()  # guards _finished
+        self._post: Callable[[Callable[[], None]], object]
+        self._deliver: Callable[[Batch], None]
+
+    def start(self, *, post: Callable[[Callable[[], None]], object], deliver: Callable[[Batch], None]) -> None:
+        self._post = post
+        self._deliver = deliver
+        for tier, writes, reads in zip(self._tiers, self._writes, self._reads, strict=True):
+            for name, queue in [("write", writes), *[(f"read-{n}", reads) for n in range(self._readers)]]:
+                thread = threading.Thread(target=self._run, args=(tier, queue), name=f"{tier.name}-{name}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            index = job.tier - 1  # the store numbers the arena 0
+            if isinstance(job, WriteJob | RemoveJob):
+                self.unwritten += 1
+                self._writes[index].put(job)
+            else:
+                self._reads[index].put(job)
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the threads, each after the job it is in; what is still queued is dropped. False if one of them is still
+        inside its tier when the time is up (a hung device): then the tiers must not be closed under it."""
+        self._abandoned.set()
+        for queue in self._writes:
+            queue.put(None)
+        for queue in self._reads:
+            for _ in range(self._readers):
+                queue.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self, tier: Tier, queue: _Queue) -> None:
+        while (job := queue.get()) is not None and not self._abandoned.is_set():
+            self._finish(job, self._outcome(tier, job))
+
+    def _outcome(self, tier: Tier, job: Job) -> Outcome:
+        """Carry out one job. The supervisor's edge: whatever a tier raises becomes an outcome, or its thread would die
+        and every later job of the tier wait for ever."""
+        begun = time.perf_counter()
+        code = ""
+        try:
+            if isinstance(job, FindJob):
+                return Outcome(found=tuple(tier.find(job.keys)), seconds=time.perf_counter() - begun)
+            code = self._carry_out(tier, job)
+        except KVTallyError as error:
+            logger.debug("tier %s: %s failed: %s", tier.name, type(job).__name__, error)
+            code = error.code
+        except Exception:
+            logger.exception("tier %s: %s ended in an unexpected error [KV-600]", tier.name, type(job).__name__)
+            code = "KV-600"
+        return Outcome(code=code, seconds=time.perf_counter() - begun)
+
+    def _carry_out(self, tier: Tier, job: WriteJob | RemoveJob | ReadJob) -> str:
+        if isinstance(job, RemoveJob):
+            tier.remove(job.keys)
+            return ""
+        views = self._arena.views(job.pieces)
+        if isinstance(job, WriteJob):
+            tier.write(job.record, views)
+            return ""
+        record = job.record
+        tier.read(record, views)
+        return "" if object_checksum(record.key, record.length_bytes, views) == record.checksum else "KV-401"
+
+    def _finish(self, job: Job, outcome: Outcome) -> None:
+        with self._lock:
+            self._finished.append((job, outcome))
+            is_first = len(self._finished) == 1
+        if is_first and not self._abandoned.is_set():  # later ones ride along with the first one's wake-up
+            self._post(self._hand_over)
+
+    def _hand_over(self) -> None:
+        with self._lock:
+            batch, self._finished = self._finished, []
+        self.unwritten -= sum(isinstance(job, WriteJob | RemoveJob) for job, _ in batch)
+        self._deliver(batch)

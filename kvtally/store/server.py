@@ -1,0 +1,372 @@
+"""The daemon: everything a running store consists of, started in order and stopped in the reverse one.
+
+    lock the socket ▸ bind TCP and admin ▸ arena (pre-faulted in the background) ▸ tiers, recovered ▸ mover ▸ listen
+
+What can be refused is refused before anything is touched, and nobody can connect before everything is known that a
+restart left on lower tiers. Owns start, stop, accepting and the process's own settings (signals, collector,
+descriptors); requests are `connections`, decisions are `store`.
+
+Threading: one event loop; the arena's and the mover's threads talk to it only by `call_soon_threadsafe`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import resource
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvtally import __version__
+from kvtally.config import StoreConfig
+from kvtally.errors import CapacityError, ConfigError, IncompatibleError, IntegrityError, KVTallyError, TierError
+from kvtally.store.admin import check_admin, start_admin
+from kvtally.store.arena import Arena, check_fits
+from kvtally.store.connections import HELLO_TIMEOUT_S, UNGREETED_LIMIT, Connection, Hub
+from kvtally.store.listen import (
+    UnixEndpoint,
+    bind_tcp,
+    check_socket_path,
+    peer_uid,
+    send_greeting,
+    start_listening,
+    tls_context,
+)
+from kvtally.store.mover import Batch, Mover
+from kvtally.store.store import Store, TierInfo
+from kvtally.store.tiers.base import Tier
+from kvtally.store.tiers.disk import open_disk
+from kvtally.units import human_size
+from kvtally.wire.auth import NONCE_BYTES
+from kvtally.wire.frames import encode
+from kvtally.wire.limits import Limits
+from kvtally.wire.messages import Refused
+
+new_event_loop: Callable[[], asyncio.AbstractEventLoop]
+try:
+    import uvloop
+
+    new_event_loop = uvloop.new_event_loop
+except ImportError:  # not on every platform; asyncio's own loop does the same, slower
+    new_event_loop = asyncio.new_event_loop
+
+logger = logging.getLogger("kvtally.store")
+
+DRAIN_TIMEOUT_S = 5.0  # for objects on their way to lower tiers, when the store is told to stop
+_MOVER_STOP_TIMEOUT_S = 1.0
+_ACCEPT_PAUSE_S = 1.0  # after the process ran out of descriptors
+_ACCEPTS_PER_WAKE = 64
+_DESCRIPTORS = 16_384
+
+
+def run(config: StoreConfig, *, limits: Limits | None = None, on_ready: Callable[[], None] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code. Raises ConfigError where the store cannot start."""
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(serve(config, limits=limits, on_ready=on_ready))
+    return 0
+
+
+async def serve(
+    config: StoreConfig, *, limits: Limits | None = None, on_ready: Callable[[], None] | None = None
+) -> None:
+    """`run`, inside an event loop of this process's main thread."""
+    server = StoreServer(config, limits=limits)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.stopping.set)
+    _raise_descriptor_limit()
+    gc.disable()  # recovery makes a million objects and no garbage
+    async with server:
+        _settle_collector()
+        if on_ready is not None:
+            on_ready()
+        await server.stopping.wait()
+        logger.info("stopping")
+    if server.failure is not None:
+        raise server.failure
+    logger.info("stopped")
+
+
+def open_tiers(config: StoreConfig) -> list[Tier]:
+    """The lower tiers that are configured, nearest first. Raises ConfigError or IncompatibleError."""
+    return [open_disk(Path(config.disk), config.disk_bytes)] if config.disk else []
+
+
+class StoreServer:
+    """One running store: `async with StoreServer(config) as server`. `stopping` asks its owner to leave the block."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        *,
+        limits: Limits | None = None,
+        open_tiers: Callable[[StoreConfig], Sequence[Tier]] = open_tiers,
+        allowed_uids: frozenset[int] | None = None,
+        hello_timeout_s: float = HELLO_TIMEOUT_S,
+    ) -> None:
+        self.config = config
+        self.limits = limits or Limits()
+        self.stopping = asyncio.Event()
+        self.failure: ConfigError | None = None  # why it stops by itself
+        self.hub: Hub
+        self.arena: Arena
+        self.tcp_port = 0  # as bound: a configured port of 0 takes any free one
+        self.admin_port = 0
+        self._open_tiers = open_tiers
+        self._allowed_uids = allowed_uids or frozenset({os.geteuid(), 0})
+        self._hello_timeout_s = hello_timeout_s
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> StoreServer:
+        check(self.config)
+        async with contextlib.AsyncExitStack() as stack:  # undoes a start that fails half way
+            await self._start(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._stack.aclose()
+
+    async def _start(self, stack: contextlib.AsyncExitStack) -> None:
+        """Each stage registers how it is undone, so that stopping is the same list read backwards."""
+        config, loop = self.config, asyncio.get_running_loop()
+        endpoint = UnixEndpoint(config.socket)
+        stack.callback(endpoint.close)
+        tcp = self._bind(stack, config.tcp, "tcp")
+        admin = self._bind(stack, config.admin, "admin")
+        started_ns = time.monotonic_ns()
+
+        self.arena = Arena(config.memory_bytes)
+        stack.callback(self.arena.close)
+        self.arena.populate(lambda failure: loop.call_soon_threadsafe(self._populated, started_ns, failure))
+        huge_pages = "huge pages" if self.arena.huge_pages else "4 KiB pages"
+        logger.info("arena of %s, %s, pre-faulting in the background", human_size(self.arena.size_bytes), huge_pages)
+
+        tiers = self._open_tiers(config)
+        mover = Mover(tiers, self.arena)
+        stack.push_async_callback(self._stop_tiers, mover, tiers)
+        store = Store(
+            name=secrets.token_hex(8),
+            version=__version__,
+            arena_bytes=self.arena.size_bytes,
+            limits=self.limits,
+            tiers=[TierInfo(name=tier.name, capacity_bytes=tier.capacity_bytes) for tier in tiers],
+            verify_reads=config.verify_reads,
+            started_ns=started_ns,
+        )
+        _recover(store, tiers)
+
+        self.hub = Hub(store, mover, self.arena, self.limits, token=config.token)
+        written = asyncio.Event()
+        mover.start(post=loop.call_soon_threadsafe, deliver=lambda batch: self._jobs_done(mover, written, batch))
+        stack.push_async_callback(_finish_writes, mover, written)
+        self.hub.flush()
+        stack.push_async_callback(self.hub.close)
+        if admin is not None:
+            start_listening(admin, "admin")
+            self.admin_port = admin.getsockname()[1]
+            stack.push_async_callback(await start_admin(self.hub, admin, token=config.token))
+            logger.info("admin HTTP on port %s", self.admin_port)
+        if tcp is not None:
+            await self._listen_tcp(stack, tcp)
+        front = UnixFront(self.hub, endpoint, self._allowed_uids, self._hello_timeout_s)
+        stack.push_async_callback(front.close)
+        logger.info("serving on %s", config.socket)
+
+    def _bind(self, stack: contextlib.AsyncExitStack, address: str, setting: str) -> socket.socket | None:
+        if not address:
+            return None
+        listener = bind_tcp(address, setting)
+        stack.callback(listener.close)
+        return listener
+
+    async def _listen_tcp(self, stack: contextlib.AsyncExitStack, listener: socket.socket) -> None:
+        def protocol() -> Connection:
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            return Connection(self.hub, has_arena=False, nonce=nonce, hello_timeout_s=self._hello_timeout_s)
+
+        tls = tls_context(self.config.tls_cert, self.config.tls_key)
+        timeout = self._hello_timeout_s if tls is not None else None
+        loop = asyncio.get_running_loop()
+        start_listening(listener, "tcp")
+        server = await loop.create_server(protocol, sock=listener, ssl=tls, ssl_handshake_timeout=timeout)
+        stack.callback(server.close)
+        self.tcp_port = listener.getsockname()[1]
+        logger.info("serving on TCP port %s, %s", self.tcp_port, "TLS" if tls is not None else "without TLS")
+
+    def _populated(self, started_ns: int, failure: ConfigError | None) -> None:
+        if failure is None:
+            seconds = (time.monotonic_ns() - started_ns) / 1e9
+            logger.info("arena of %s pre-faulted in %.1f s", human_size(self.arena.size_bytes), seconds)
+            return
+        # Going on would be worse: a client that touches a page for which there is no memory is killed by SIGBUS.
+        logger.error("%s", failure)
+        self.failure = failure
+        self.stopping.set()
+
+    def _jobs_done(self, mover: Mover, written: asyncio.Event, batch: Batch) -> None:
+        self.hub.jobs_done(batch)
+        if mover.unwritten == 0:
+            written.set()
+
+    async def _stop_tiers(self, mover: Mover, tiers: Sequence[Tier]) -> None:
+        if not await asyncio.to_thread(mover.stop, _MOVER_STOP_TIMEOUT_S):
+            logger.warning("a tier does not return from the device; leaving without closing it (it is restart-safe)")
+            return
+        for tier in tiers:
+            tier.close()
+
+
+class UnixFront:
+    """Accepts on the unix socket: checks the user, hands out the arena, watches whether the process still lives."""
+
+    def __init__(self, hub: Hub, endpoint: UnixEndpoint, allowed_uids: frozenset[int], hello_timeout_s: float) -> None:
+        self._hub = hub
+        self._endpoint = endpoint
+        self._allowed_uids = allowed_uids
+        self._hello_timeout_s = hello_timeout_s
+        self._pipes: dict[int, Connection] = {}  # read ends of liveness pipes; they may outlive their connections
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._listener = endpoint.listen()
+        self._resume()
+
+    async def close(self) -> None:
+        self._loop.remove_reader(self._listener)
+        self._endpoint.stop_listening()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        for pipe in self._pipes:
+            self._loop.remove_reader(pipe)
+            os.close(pipe)
+
+    def _resume(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_WAKE):
+            try:
+                peer, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except (
+                OSError
+            ) as error:  # out of descriptors or memory: the listener stays readable, so look away for a while
+                logger.error("cannot accept a connection: %s", error)
+                self._loop.remove_reader(self._listener)
+                self._loop.call_later(_ACCEPT_PAUSE_S, self._resume)
+                return
+            peer.setblocking(False)
+            try:
+                self._admit(peer)
+            except KVTallyError as error:
+                self._hub.ended[error.code] += 1
+                logger.info("connection refused: %s", error)
+                with contextlib.suppress(OSError):
+                    peer.send(encode(Refused(0, error.code, error.message, error.remedy)))
+                peer.close()
+            except OSError:  # it went away, or there is no descriptor left for its pipe
+                peer.close()
+
+    def _admit(self, peer: socket.socket) -> None:
+        """Greet the peer and let the loop have its socket. Raises KVTallyError to have it refused."""
+        uid = peer_uid(peer)
+        if uid not in self._allowed_uids:
+            raise IncompatibleError(
+                f"this store serves its own user; the peer is user {uid}",
+                remedy="Run the engine and the store as the same user, or start a store for that user.",
+                code="KV-205",
+            )
+        self._hub.refuse_if_crowded(has_arena=True)
+        if len(self._pipes) >= 2 * self._hub.limits.clients + UNGREETED_LIMIT:
+            raise CapacityError(
+                f"{len(self._pipes)} connections, old ones included, still hold the arena",
+                remedy="Close what is left of old connections: end the processes that leak them.",
+                code="KV-301",
+            )
+        pipe = send_greeting(peer, encode(self._hub.store.greeting()), self._hub.arena.fd)
+        connection = Connection(self._hub, has_arena=True, hello_timeout_s=self._hello_timeout_s)
+        self._pipes[pipe] = connection
+        self._loop.add_reader(pipe, self._pipe_readable, pipe)
+        task = self._loop.create_task(self._hand_over(peer, connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _hand_over(self, peer: socket.socket, connection: Connection) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: connection, peer)
+        except OSError:
+            peer.close()
+
+    def _pipe_readable(self, pipe: int) -> None:
+        try:
+            if os.read(pipe, 4096):
+                return  # nobody is meant to write there; it means nothing
+        except BlockingIOError:
+            return
+        self._loop.remove_reader(pipe)
+        os.close(pipe)
+        self._hub.writer_gone(self._pipes.pop(pipe))
+
+
+def check(config: StoreConfig) -> None:
+    """Raise ConfigError for what can never work. Touches nothing."""
+    check_socket_path(config.socket)
+    check_fits(config.memory_bytes)
+    if config.tcp and not config.token:
+        raise ConfigError(
+            f"tcp is {config.tcp} and there is no token: everybody who reaches that port would be a client",
+            remedy="Set a token (token_file), or leave tcp out.",
+        )
+    tls_context(config.tls_cert, config.tls_key)
+    check_admin(config.admin)
+
+
+def _recover(store: Store, tiers: Sequence[Tier]) -> None:
+    for number, tier in enumerate(tiers, 1):  # the store numbers the arena 0
+        begun = time.monotonic()
+        objects = 0
+        try:
+            for record in tier.recover():
+                store.recover(number, record)
+                objects += 1
+        except (TierError, IntegrityError) as error:  # what was not recovered is a miss; the store serves the rest
+            logger.error("tier %s: recovery ended early: %s", tier.name, error)
+        logger.info("tier %s: %d objects recovered in %.2f s", tier.name, objects, time.monotonic() - begun)
+
+
+async def _finish_writes(mover: Mover, written: asyncio.Event) -> None:
+    """Let what was committed reach the lower tiers, within reason."""
+    written.clear()
+    if mover.unwritten == 0:
+        return
+    logger.info("writing %d more objects to lower tiers", mover.unwritten)
+    try:
+        await asyncio.wait_for(written.wait(), DRAIN_TIMEOUT_S)
+    except TimeoutError:
+        logger.warning("%d objects did not reach their tier within %g s", mover.unwritten, DRAIN_TIMEOUT_S)
+
+
+def _settle_collector() -> None:
+    """The index is millions of long-lived objects without cycles; walking them all, as a full collection does, would
+    stop the store for as long as it takes to answer a thousand requests. So the collector looks at them no more."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 1_000)
+    gc.enable()
+
+
+def _raise_descriptor_limit() -> None:
+    """Each client takes two descriptors; the usual soft limit of 1,024 is close to what 256 clients need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
