@@ -189,10 +189,13 @@ def validate(namespace: Namespace, layouts_per_rank: Mapping[int, Sequence[Group
 def _check_apart(rank: int, layouts: Sequence[GroupLayout]) -> None:
     """Pages may overlap only where they have the same block id and belong to different groups.
 
-    With a common stride s, block b in layer i and block c in layer j overlap just if k = b - c satisfies `gap -
-    pages_i < k * s < gap + pages_j`, so all blocks of all pairs of layers are checked at once. (Where the layers'
-    extents meet and some k other than 0 satisfies it, one does that two existing blocks have.) Layers of different
-    strides must lie apart as a whole: whatever interleaves them is no layout we know.
+    With a common stride s, block b in layer i and block c in layer j overlap just if k = b - c satisfies
+
+        gap - pages_i < k * s < gap + pages_j
+
+    so all blocks of all pairs of layers are checked at once. (Where extents meet and some k other than 0 satisfies it,
+    one does that two existing blocks have.) Layers of different strides must lie apart as a whole: whatever interleaves
+    them is no layout we know.
     """
     layers = np.array([layer for layout in layouts for layer in layout.layers], dtype=np.int64).reshape(-1, 3)
     groups = np.repeat(np.arange(len(layouts)), [len(layout.layers) for layout in layouts])

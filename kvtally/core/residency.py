@@ -195,6 +195,12 @@ class Residency:
         value: int = _CELL.unpack_from(node.cells, bit * _CELL.size)[2]
         return value
 
+    def differs(self, node: Node, bit: int, length_bytes: int, checksum: int) -> bool:
+        """Whether the object is resident with other bytes than these: KV computed anew is rarely the same to the bit."""
+        if not self._anywhere(node) >> bit & 1:
+            return False
+        return (self.length_bytes(node, bit), self.checksum(node, bit)) != (length_bytes, checksum)
+
     def allocate(self, length_bytes: int) -> tuple[Piece, ...] | None:
         """Arena pieces for an object, evicting as needed; None when everything that is left is in use."""
         while True:

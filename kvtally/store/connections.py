@@ -49,8 +49,8 @@ class Hub:
         self.limits = limits
         self.ungreeted: set[Connection] = set()  # no valid Hello yet
         self.ended: Counter[str] = Counter()  # connections that the store ended, by error code
-        self._mover = mover
         self.arena = arena
+        self._mover = mover
         self._token = token
         self._connections: dict[int, Connection] = {}  # by session
         self._loop = asyncio.get_running_loop()
@@ -117,10 +117,15 @@ class Hub:
         }
         return {**self.store.stats(time.monotonic_ns()), "server": server}
 
-    def refuse_if_crowded(self, *, has_arena: bool) -> None:
-        """Raise CapacityError KV-301 while too many strangers are connected the same way."""
-        if sum(stranger.has_arena is has_arena for stranger in self.ungreeted) >= UNGREETED_LIMIT:
-            raise _too_many(UNGREETED_LIMIT, "that have not said hello")
+    def expect_hello(self, connection: Connection) -> None:
+        """Take a new connection in. Raises CapacityError KV-301 while too many strangers came the same way."""
+        if sum(bool(stranger.nonce) is bool(connection.nonce) for stranger in self.ungreeted) >= UNGREETED_LIMIT:
+            raise CapacityError(
+                f"{UNGREETED_LIMIT} connections that have not said hello are the most this store takes",
+                remedy="Try again in a moment.",
+                code="KV-301",
+            )
+        self.ungreeted.add(connection)
 
     async def close(self) -> None:
         """End every connection now."""
@@ -206,14 +211,13 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but inheritance
-        try:
-            self._hub.refuse_if_crowded(has_arena=self.has_arena)
-        except CapacityError as error:
-            self.refuse(error)
-            return
-        self._hub.ungreeted.add(self)
         self._deadline = asyncio.get_running_loop().call_later(self._hello_timeout_s, self._hello_overdue)
-        if self.nonce:
+        if self.nonce:  # on the unix socket all this has happened before the loop got it
+            try:
+                self._hub.expect_hello(self)
+            except CapacityError as error:
+                self.refuse(error)
+                return
             self._transport.write(encode(self._hub.store.greeting(nonce=self.nonce)))
 
     def data_received(self, data: bytes) -> None:
@@ -288,12 +292,4 @@ def _wrong_token() -> IncompatibleError:
         "the proof of the store's token is missing or wrong",
         remedy="Give the client the token that the store was started with.",
         code="KV-205",
-    )
-
-
-def _too_many(limit: int, which: str) -> CapacityError:
-    return CapacityError(
-        f"{limit} connections {which} are the most this store takes",
-        remedy="Try again in a moment, or close connections that are not needed.",
-        code="KV-301",
     )

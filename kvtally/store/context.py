@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from kvtally.core.keys import ObjectKey
 from kvtally.core.residency import Family, Residency
 from kvtally.store.jobs import Job
 from kvtally.wire.limits import SECOND_NS, Limits
@@ -88,6 +89,7 @@ class TierInfo:
 
 FIRST_PAUSE_NS = 1 * SECOND_NS
 LONGEST_PAUSE_NS = 60 * SECOND_NS
+MOST_UNREMOVED = 65_536
 
 
 @dataclass(slots=True)
@@ -108,6 +110,9 @@ class TierState:
     write_seconds: float = 0.0
     dropped: int = 0
     errors: Counter[str] = field(default_factory=Counter)
+    # Forgotten by the index, but the tier could not remove them (a full disk cannot append its journal): tried again
+    # with the next removal. What is beyond the bound stays there as dead bytes until the next start.
+    unremoved: dict[ObjectKey, None] = field(default_factory=dict)
 
     def readable(self, now_ns: int) -> bool:
         return now_ns >= self.read_paused_until_ns
@@ -122,6 +127,11 @@ class TierState:
     def write_failed(self, now_ns: int) -> None:
         self.write_paused_until_ns = now_ns + self.write_pause_ns
         self.write_pause_ns = min(2 * self.write_pause_ns, LONGEST_PAUSE_NS)
+
+    def remove_failed(self, keys: Iterable[ObjectKey]) -> None:
+        self.unremoved.update(dict.fromkeys(keys))
+        while len(self.unremoved) > MOST_UNREMOVED:
+            del self.unremoved[next(iter(self.unremoved))]
 
     def state(self, now_ns: int) -> str:
         if not self.readable(now_ns):

@@ -128,7 +128,9 @@ class Reads:
         self._answer(session, request, view, now_ns)
 
     def _view(self, family: Family, request: Lookup, now_ns: int) -> View:
-        path = self._residency.path(family, request.chains)
+        # A chain value that is known to end elsewhere is not what was asked for. So no node can occur twice, either.
+        known = zip(self._residency.path(family, request.chains), request.ends, strict=True)
+        path = [node if node is not None and node.end == end else None for node, end in known]
         masks = self._residency.masks(family, path, self._context.readable_tiers(now_ns))
         rows = self._residency.presence(family, masks)
         hit = hopeful = self._hit(family, request, rows)

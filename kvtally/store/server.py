@@ -83,12 +83,15 @@ async def serve(
         loop.add_signal_handler(number, server.stopping.set)
     _raise_descriptor_limit()
     gc.disable()  # recovery makes a million objects and no garbage
-    async with server:
-        _settle_collector()
-        if on_ready is not None:
-            on_ready()
-        await server.stopping.wait()
-        logger.info("stopping")
+    try:
+        async with server:
+            _settle_collector()
+            if on_ready is not None:
+                on_ready()
+            await server.stopping.wait()
+            logger.info("stopping")
+    finally:
+        gc.enable()
     if server.failure is not None:
         raise server.failure
     logger.info("stopped")
@@ -285,15 +288,19 @@ class UnixFront:
                 remedy="Run the engine and the store as the same user, or start a store for that user.",
                 code="KV-205",
             )
-        self._hub.refuse_if_crowded(has_arena=True)
         if len(self._pipes) >= 2 * self._hub.limits.clients + UNGREETED_LIMIT:
             raise CapacityError(
                 f"{len(self._pipes)} connections, old ones included, still hold the arena",
                 remedy="Close what is left of old connections: end the processes that leak them.",
                 code="KV-301",
             )
-        pipe = send_greeting(peer, encode(self._hub.store.greeting()), self._hub.arena.fd)
         connection = Connection(self._hub, has_arena=True, hello_timeout_s=self._hello_timeout_s)
+        self._hub.expect_hello(connection)
+        try:
+            pipe = send_greeting(peer, encode(self._hub.store.greeting()), self._hub.arena.fd)
+        except OSError:
+            self._hub.ungreeted.discard(connection)
+            raise
         self._pipes[pipe] = connection
         self._loop.add_reader(pipe, self._pipe_readable, pipe)
         task = self._loop.create_task(self._hand_over(peer, connection))
@@ -304,6 +311,7 @@ class UnixFront:
         try:
             await self._loop.connect_accepted_socket(lambda: connection, peer)
         except OSError:
+            self._hub.ungreeted.discard(connection)
             peer.close()
 
     def _pipe_readable(self, pipe: int) -> None:

@@ -274,12 +274,13 @@ class Store:
             self._context.counts.quarantined[self._context.tiers[tier - 1].info.name] += 1
             return
         bit = family.bit(record.group, record.rank)
-        if bit >= family.width or record.rank >= family.ranks:
+        is_foreign = bit >= family.width or record.rank >= family.ranks
+        if is_foreign or self._residency.differs(node, bit, record.length_bytes, record.checksum):
             self._residency.settle(node)
             return
         self._residency.add(node, bit, tier, record.length_bytes, record.checksum)
-        if not node.used:
-            self._residency.touch_up([node])
+        if not node.used:  # in the order of writing; only its ends matter, so the way up to the root is not walked
+            self._residency.touch((node,))
 
     def job_done(self, job: Job, outcome: Outcome, now_ns: int) -> None:
         if isinstance(job, WriteJob):
@@ -288,8 +289,8 @@ class Store:
             self._reads.read(job, outcome, now_ns)
         elif isinstance(job, FindJob):
             self._reads.found(job, outcome, now_ns)
-        elif outcome.code:
-            self._context.tiers[job.tier - 1].errors[outcome.code] += 1
+        else:
+            self._writes.removed(job, outcome)
 
     def _changed(self, node: Node, now_ns: int) -> None:
         self._reads.changed(node, now_ns)
@@ -407,6 +408,7 @@ class Store:
             "write_bytes": tier.write_bytes,
             "write_seconds": tier.write_seconds,
             "dropped": tier.dropped,
+            "unremoved": len(tier.unremoved),
             "errors": dict(tier.errors),
         }
 

@@ -47,7 +47,7 @@ class Writes:
         self._puts: dict[int, Put] = {}
         self._limbo: dict[int, dict[int, tuple[Piece, ...]]] = {}  # session -> put -> pieces
         self._gone: set[int] = set()  # sessions whose process is gone but whose socket has not closed yet
-        self._writing: dict[int, tuple[Node, int]] = {}  # WriteJob -> what it copies
+        self._writing: dict[int, tuple[Node, int, int]] = {}  # WriteJob -> what it copies, and to which tier
 
     # ---- requests
 
@@ -104,7 +104,7 @@ class Writes:
                 if put is not None:
                     self._discard(put, now_ns)
                 continue
-            self._residency.publish(put.node, put.bit, put.pieces, put.length_bytes, checksum)
+            self._publish(put, checksum)
             self._residency.end(put.node, put.bit)
             committed.append(put)
         for number in request.abort:
@@ -121,6 +121,19 @@ class Writes:
         for put in committed:
             self._on_change(put.node, now_ns)
         self._context.send(session, PutEnded(request.id, len(committed), rejected))
+
+    def _publish(self, put: Put, checksum: int) -> None:
+        """A tier that could not be read when the put began may hold the object after all: what was staged from it
+        meanwhile stays, and a copy of other bytes goes."""
+        residency, node, bit = self._residency, put.node, put.bit
+        if residency.arena_mask(node) >> bit & 1:
+            residency.space.free(put.pieces)
+            return
+        for tier in range(1, residency.tiers):
+            if residency.differs(node, bit, put.length_bytes, checksum) and residency.tier_mask(node, tier) >> bit & 1:
+                residency.drop(node, bit, tier)
+                self.remove(tier, [node.family.key(node, bit)])
+        residency.publish(node, bit, put.pieces, put.length_bytes, checksum)
 
     def _problem(self, session: Session, family: Family, request: PutBegin) -> tuple[str, str, str] | None:
         limits = self._context.limits
@@ -199,8 +212,10 @@ class Writes:
             self._to_limbo(self._context.sessions[put.session], put.id, now_ns)
 
     def writer_gone(self, session_id: int) -> None:
-        if session_id in self._context.sessions:
+        session = self._context.sessions.get(session_id)
+        if session is not None:
             self._gone.add(session_id)
+            session.shared_memory = False  # it has let go of the arena: nothing more is handed out to it
         else:
             self._free_limbo(session_id)
 
@@ -232,11 +247,14 @@ class Writes:
             if too_much or not tier.writable(now_ns) or not self._make_room(number, size):
                 tier.dropped += 1
                 continue
+            record = self.record(node, bit)
+            tier.unremoved.pop(record.key, None)  # it is to be there again
+            if tier.unremoved:
+                self.remove(number, ())
             tier.queued_bytes += size
             self._residency.pin(node)
             job = self._context.new_id()
-            self._writing[job] = (node, bit)
-            record = self.record(node, bit)
+            self._writing[job] = (node, bit, number)
             pieces = self._residency.pieces(node, bit)
             self._context.jobs.append(WriteJob(id=job, tier=number, record=record, pieces=pieces))
 
@@ -253,7 +271,17 @@ class Writes:
         return True
 
     def remove(self, number: int, keys: Iterable[ObjectKey]) -> None:
-        self._context.jobs.append(RemoveJob(id=self._context.new_id(), tier=number, keys=tuple(keys)))
+        """Take objects out of a lower tier, and with them what an earlier removal failed to take out."""
+        unremoved = self._context.tiers[number - 1].unremoved
+        every = (*unremoved, *keys)
+        unremoved.clear()
+        self._context.jobs.append(RemoveJob(id=self._context.new_id(), tier=number, keys=every))
+
+    def removed(self, job: RemoveJob, outcome: Outcome) -> None:
+        if outcome.code:
+            tier = self._context.tiers[job.tier - 1]
+            tier.errors[outcome.code] += 1
+            tier.remove_failed(job.keys)
 
     def record(self, node: Node, bit: int) -> ObjectRecord:
         assert node.parent is not None
@@ -271,7 +299,7 @@ class Writes:
         )
 
     def written(self, job: WriteJob, outcome: Outcome, now_ns: int) -> None:
-        node, bit = self._writing.pop(job.id)
+        node, bit, _ = self._writing.pop(job.id)
         tier = self._context.tiers[job.tier - 1]
         length = job.record.length_bytes
         tier.queued_bytes -= round_up(length)
@@ -284,8 +312,15 @@ class Writes:
             tier.write_bytes += length
             tier.write_seconds += outcome.seconds
             tier.write_pause_ns = FIRST_PAUSE_NS
-            if node.family.nodes.get(node.chain) is node and self._residency.arena_mask(node) >> bit & 1:
+            tier.unremoved.pop(job.record.key, None)  # replaced what a removal just before failed to take out
+            is_known = node.family.nodes.get(node.chain) is node and self._residency.arena_mask(node) >> bit & 1
+            if is_known and not self._residency.differs(node, bit, length, job.record.checksum):
                 self._residency.add(node, bit, job.tier, length, job.record.checksum)
-            else:  # forgotten (reset, quarantine) while the copy was under way
+            elif (
+                node,
+                bit,
+                job.tier,
+            ) not in self._writing.values():  # else a newer copy is on its way and replaces this one
+                # forgotten (reset, quarantine) while the copy was under way
                 self.remove(job.tier, [job.record.key])
         self._residency.unpin(node)

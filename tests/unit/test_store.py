@@ -8,7 +8,7 @@ from kvtally.core.keys import ROOT_CHAIN, chain_values, chunk_ends, token_bytes
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace, canonical
 from kvtally.core.receipts import Half, Role
 from kvtally.store.context import TierInfo
-from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, WriteJob
+from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, RemoveJob, WriteJob
 from kvtally.store.store import Store
 from kvtally.store.tiers.base import ObjectRecord
 from kvtally.wire.limits import Limits
@@ -277,6 +277,18 @@ def test_disk_is_bounded() -> None:
         node.save(index, 0)
         node.finish()
     assert node.store.stats(0)["tiers"][0]["used_bytes"] <= 3 * 4096  # type: ignore[index]
+
+
+def test_what_could_not_be_removed_is_removed_later() -> None:
+    node = Node(tiers=(TierInfo(name="disk", capacity_bytes=2 * 4096),))
+    for index in range(3):
+        node.save(index, 0)
+        node.finish(code="KV-601" if index == 2 else "")  # the third evicts one, and removing it fails
+    assert node.store.stats(0)["tiers"][0]["unremoved"] == 1  # type: ignore[index]
+    node.advance(5)
+    node.save(3, 0)
+    assert [type(job) for job in node.jobs] == [RemoveJob, WriteJob]
+    assert node.store.stats(0)["tiers"][0]["unremoved"] == 0  # type: ignore[index]
 
 
 def test_shared_tier_is_asked_and_the_index_learns() -> None:

@@ -1,0 +1,52 @@
+# Every target sets the environment up first; `make setup` does nothing when nothing changed.
+# PYTHON chooses the interpreter (3.11 or later): make setup PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# The environment is remade when what decides it changes: pyproject.toml or the interpreter.
+# DEPS may name a directory with the dependencies installed already (see .ci/run): they are then used from there.
+DEPS ?=
+USE_DEPS = import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "deps.pth").write_text("$(DEPS)\n")
+KEY := $(shell { cat pyproject.toml; $(PYTHON) -c 'import sys; print(sys.version, sys.base_prefix)'; } | sha256sum | cut -c1-16)
+STAMP := $(VENV)/.stamp-$(KEY)
+
+PYTEST := $(BIN)/python -m pytest -q
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check test demo bench clean key
+
+help: ## print this
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 15
+
+setup: $(STAMP) ## make the virtual environment in .venv; .venv/bin/kvtally then works
+
+$(STAMP):
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(if $(DEPS),$(BIN)/python -c '$(USE_DEPS)')
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+check: setup ## lint, format, types and fast tests; under 2 minutes
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(PYTEST) -m "not slow and not engine"
+
+test: check ## check, then the slow tests
+	$(PYTEST) -m "slow and not engine" -o faulthandler_timeout=900
+
+demo: setup ## see it work: save, kill, restart, restore, corrupt, miss
+	$(BIN)/kvtally demo
+
+bench: setup ## measure the store against this machine's own limits
+	$(BIN)/kvtally bench store
+
+clean: ## remove the environment, caches and builds
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+key: # what names a cached set of dependencies
+	@echo $(KEY)

@@ -1,0 +1,208 @@
+"""`kvtally stat`, `receipts` and `reset`: looking into a running store, through the same client that engines use."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from kvtally.cli.options import ConfigOption, JsonOption, SocketOption
+from kvtally.config import load
+from kvtally.errors import ConfigError, KVTallyError, TransportError
+
+if TYPE_CHECKING:  # costs 0.1 s, which `kvtally --help` need not pay
+    from rich.console import Console
+
+    from kvtally.cli.render import KnownNamespace
+    from kvtally.client import Call, Miss
+    from kvtally.core.receipts import Receipt
+
+R = TypeVar("R")
+
+WATCH_S = 1.0
+SHORTEST_PREFIX = 6  # of a digest, in hexadecimal digits
+
+
+def stat(
+    socket: SocketOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until Ctrl-C.")] = False,
+) -> None:
+    """Show what a store holds, reuses and serves.
+
+    Tiers and how full they are, hits and misses by reason, throughput, leases, clients and namespaces.
+    """
+    with _Asker(socket, config) as store:
+        if as_json:
+            _stat_json(store, watch=watch)
+        else:
+            _stat_tables(store, watch=watch)
+
+
+def receipts(
+    ticket: Annotated[str | None, typer.Argument(help="Ticket of one request; without it the last ones filed.")] = None,
+    last: Annotated[int, typer.Option("--last", min=1, max=1000, help="How many of the last ones.")] = 20,
+    socket: SocketOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what was promised and what was really reused.
+
+    A receipt has two halves: prefill says what it saved, decode what it loaded; the verdict comes of matching them.
+    """
+    with _Asker(socket, config) as store:
+        client = store.client
+        found = store.answer(client.receipts(ticket) if ticket else client.receipts(last=last)).receipts
+    if as_json:
+        typer.echo(json.dumps([_receipt_tree(receipt) for receipt in found], indent=2))
+    elif found:
+        from kvtally.cli.render import receipts_table
+
+        _console().print(receipts_table(found))
+    else:
+        typer.echo("No receipts: none was filed in the last minutes.", err=True)
+    if ticket and not found:
+        raise typer.Exit(1)
+
+
+def reset(
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HEX",
+            help="Digest of the namespace to forget, or its first digits, as kvtally stat shows it. Default: all.",
+            show_default=False,
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    socket: SocketOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Make a store forget what it holds, on every tier.
+
+    Engines go on and compute anew. What they are reading just now stays readable until they are done.
+    """
+    from kvtally.cli.render import read_stats
+
+    with _Asker(socket, config) as store:
+        known = read_stats(store.stats()).namespaces
+        chosen = known if namespace is None else [_only(namespace, known)]
+        if not chosen:
+            typer.echo("Nothing to forget: the store knows no namespace.")
+            return
+        for item in chosen:
+            typer.echo(f"{item.digest[:12]}  {item.model}  {item.objects:,} objects")
+        if not yes:
+            typer.confirm("Forget these?", abort=True)
+        count = sum(store.answer(store.client.reset(bytes.fromhex(item.digest))).objects for item in chosen)
+    typer.echo(f"Forgot {count:,} objects.")
+
+
+def _stat_json(store: _Asker, *, watch: bool) -> None:
+    """One tree; with `watch` one line a second, each a whole tree."""
+    while True:
+        typer.echo(json.dumps(store.stats(), indent=None if watch else 2))
+        if not watch:
+            return
+        time.sleep(WATCH_S)
+
+
+def _stat_tables(store: _Asker, *, watch: bool) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    from kvtally.cli.render import read_stats, stats_page
+
+    now = read_stats(store.stats())
+    console = _console()
+    if not watch:
+        console.print(stats_page(now))
+        return
+    with Live(stats_page(now), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        while True:
+            time.sleep(WATCH_S)
+            try:
+                before, now = now, read_stats(store.stats())
+            except TransportError as error:  # a store that restarts comes back
+                live.update(Text(f"{error.message}; waiting for it"), refresh=True)
+            else:
+                live.update(stats_page(now, before if before.store == now.store else None), refresh=True)
+
+
+class _Asker:
+    """A client for a person: what an engine would count as a miss, and go on, is an error here."""
+
+    def __init__(self, socket: str | None, config: str | None) -> None:
+        from kvtally.client import StoreClient
+
+        self.address = load(file=config, flags={"store.socket": socket}).socket()
+        self.client = StoreClient(self.address, name="kvtally command")
+
+    def __enter__(self) -> _Asker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.client.close()
+
+    def stats(self) -> dict[str, object]:
+        return self.answer(self.client.stats()).stats
+
+    def answer(self, call: Call[R]) -> R:
+        from kvtally.client import Miss
+
+        result = call.wait()
+        if isinstance(result, Miss):
+            raise self.client.refusal or self._failure(result)
+        return result
+
+    def _failure(self, miss: Miss) -> KVTallyError:
+        from kvtally.wire.messages import MissReason
+
+        if miss.reason is MissReason.STORE_UNREACHABLE:
+            return TransportError(
+                f"no store answers at {self.address}",
+                remedy="Start one with `kvtally store`, or name one that runs, as its user: --socket PATH.",
+            )
+        if miss.reason is MissReason.DEADLINE:
+            return TransportError(
+                f"the store at {self.address} did not answer in time",
+                remedy="It is overloaded or stopped: look at its log and its CPU time, then try again.",
+                code="KV-501",
+            )
+        return TransportError(f"the store said no: {miss.detail or miss.reason}", remedy="Its log says more.")
+
+
+def _only(prefix: str, known: list[KnownNamespace]) -> KnownNamespace:
+    """The one namespace whose digest begins so."""
+    matching = [item for item in known if item.digest.startswith(prefix.lower())]
+    if len(prefix) < SHORTEST_PREFIX or len(matching) != 1:
+        names = ", ".join(item.digest[:12] for item in known) or "none"
+        raise ConfigError(
+            f"--namespace {prefix} does not name exactly one namespace of this store",
+            remedy=f"Give {SHORTEST_PREFIX} or more digits of one of: {names}.",
+        )
+    return matching[0]
+
+
+def _receipt_tree(receipt: Receipt) -> dict[str, object]:
+    import msgspec
+
+    halves = {"prefill": receipt.prefill, "decode": receipt.decode}
+    return {
+        "ticket": receipt.ticket,
+        "verdict": receipt.verdict,
+        **{
+            name: {**msgspec.structs.asdict(half), "chain": half.chain.hex()} if half else None
+            for name, half in halves.items()
+        },
+    }
+
+
+def _console() -> Console:
+    """Markup is off: what peers call themselves is printed as it is."""
+    from rich.console import Console
+
+    return Console(markup=False, highlight=False)

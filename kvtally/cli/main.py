@@ -1,0 +1,97 @@
+"""The `kvtally` command: its sub-commands, and what an error looks like to the person who typed it.
+
+Owns exit codes: 0 fine, 1 failed, 2 refused (a setting or a version is wrong), 130 interrupted. Whatever a command
+needs beyond the settings is imported inside the command, so that `kvtally --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+import kvtally
+from kvtally.cli import inspect, settings, store
+from kvtally.errors import Disposition, KVTallyError
+
+app = typer.Typer(
+    name="kvtally",
+    help="KV-cache reuse for vLLM that proves itself: a store per node, verified hits, a receipt for every request.",
+    epilog="Begin with: kvtally demo · then, on a node with engines: kvtally store --memory 16GiB",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode=None,  # boxes leave options too narrow a column, and rich takes a third of the time
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+config_app = typer.Typer(
+    help="Settings: what is in force, and where it comes from.", no_args_is_help=True, rich_markup_mode=None
+)
+bench_app = typer.Typer(
+    help="Measurements, each against a limit taken in the same run.", no_args_is_help=True, rich_markup_mode=None
+)
+
+# The arguments of these commands are read by the module that runs them; `--help` too.
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def main() -> None:
+    """Entry point: run the command; an error becomes one clear line and its remedy on stderr."""
+    try:
+        app()
+    except KVTallyError as error:
+        print(f"error: {error.message} [{error.code}]\nremedy: {error.remedy}", file=sys.stderr)  # noqa: T201
+        sys.exit(2 if error.disposition is Disposition.REFUSE else 1)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kvtally {kvtally.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+app.command(epilog="Example: kvtally store --memory 16GiB --disk /var/lib/kvtally --disk-size 200GiB")(store.store)
+app.command(epilog="Example: kvtally stat --watch")(inspect.stat)
+app.command(epilog="Example: kvtally receipts --last 5 · or, for one request: kvtally receipts req-7f3a")(
+    inspect.receipts
+)
+app.command(epilog="Example: kvtally reset --namespace 9c1f…")(inspect.reset)
+app.add_typer(config_app, name="config")
+app.add_typer(bench_app, name="bench")
+config_app.command("show", epilog="Example: KVTALLY_STORE__MEMORY=8GiB kvtally config show")(settings.show)
+
+
+@bench_app.command("store", context_settings=_PASS_ON, epilog="Example: kvtally bench store --json")
+def _bench_store(context: typer.Context) -> None:
+    """Measure puts, gets, lookups and the disk tier.
+
+    Each beside its limit: memcpy, or plain reads and writes of the same bytes.
+    """
+    _run_module("kvtally.bench.store", context.args)
+
+
+@app.command("demo", context_settings=_PASS_ON, epilog="Example: kvtally demo")
+def _demo(context: typer.Context) -> None:
+    """See it work on this machine, without a GPU.
+
+    A store, two engines, a kill -9, a restart, and one corrupted byte that becomes a miss.
+    """
+    _run_module("kvtally.cli.demo", context.args)
+
+
+def _run_module(name: str, arguments: list[str]) -> None:
+    """Hand over to a module with `main(arguments: Sequence[str]) -> int`, its exit code."""
+    entry: Callable[[list[str]], int] = importlib.import_module(name).main
+    raise typer.Exit(entry(arguments))

@@ -1,0 +1,46 @@
+"""`kvtally config show`: every setting, its value, and who said so."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+from kvtally.cli.options import ConfigOption, JsonOption
+from kvtally.config import Settings, Shown, load
+from kvtally.units import human_size
+
+
+def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Print every setting with its value and where it comes from: default, file, environment or flag."""
+    settings = load(file=config)
+    if as_json:
+        typer.echo(json.dumps(_tree(settings), indent=2))
+        return
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("setting", "value", "origin", "given in", box=None, pad_edge=False)
+    for row in settings.shown():
+        table.add_row(row.key, _for_people(row), row.origin, row.where)
+    console = Console()
+    console.print(f"file: {settings.file or 'none'}", highlight=False, soft_wrap=True)
+    console.print(table)
+
+
+def _tree(settings: Settings) -> dict[str, object]:
+    return {
+        "file": str(settings.file) if settings.file else None,
+        "settings": {
+            row.key: {"value": row.value, "origin": row.origin, "where": row.where} for row in settings.shown()
+        },
+    }
+
+
+def _for_people(row: Shown) -> str:
+    if isinstance(row.value, bool):
+        return str(row.value).lower()
+    if isinstance(row.value, int):
+        return human_size(row.value) if row.value else "-"
+    return row.value or "-"

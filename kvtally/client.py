@@ -1,0 +1,416 @@
+"""What an engine or a tool uses to talk to a store. Never blocks past a deadline; every fault is a `Miss`.
+
+    lookup / hold ─▶ Lease ─▶ wait_staged ─▶ slots ─▶ ReadSlot ─▶ read ─▶ release          arena slot ─▶ engine block
+    put_begin ─▶ Put ─▶ write ─▶ put_end                                                   engine block ─▶ arena slot
+
+Each operation sends its request at once and returns a `Call`. An engine's step goes on and looks at `call.result` after
+a later `poll()`; a tool says `call.wait()`, which returns at the latest at the call's deadline. Nothing raises for what
+a store does or fails to do; wrong arguments raise ValueError.
+
+Leases and puts are handles. They belong to the session in which they were given: when the connection is lost, the store
+has dropped them, and the handle answers for itself (LEASE_EXPIRED) without asking the next store, which might know
+something else by that number. Memory stays mapped while a view of it exists: a copy under way is never cut off.
+
+Neighbours: `link` (calls, deadlines, reconnecting), `handles` (what replies become), `device` (copies).
+Threading: one thread at a time. Copies may run elsewhere: take `pieces` and `seed` of a handle, call `device`, and hand
+the checksum back here (`accept`, `put_end`).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from msgspec import structs
+
+from kvtally.connection import endpoint
+from kvtally.core.geometry import Runs
+from kvtally.core.keys import chain_values, chunk_ends, token_bytes
+from kvtally.core.namespace import Namespace, canonical
+from kvtally.core.receipts import Half
+from kvtally.device import cpu
+from kvtally.errors import IncompatibleError
+from kvtally.handles import Lease, Put, ReadSlot, SharedLease, lease_of, puts_of, read_slots_of, reason_of
+from kvtally.link import Call, Introduction, Link, Miss, Session, miss_of
+from kvtally.shm import Mapping
+from kvtally.wire.limits import Limits
+from kvtally.wire.messages import (
+    Done,
+    Found,
+    Lookup,
+    MissReason,
+    Ping,
+    PutBegin,
+    PutEnd,
+    PutEnded,
+    PutObject,
+    PutSlots,
+    PutStatus,
+    ReceiptFile,
+    ReceiptGet,
+    Receipts,
+    Release,
+    Reply,
+    Request,
+    Reset,
+    ResetDone,
+    SlotsGet,
+    Staged,
+    Stats,
+    StatsGet,
+)
+
+__all__ = ["Call", "Lease", "Miss", "Put", "ReadSlot", "SharedLease", "StoreClient", "question"]
+
+TIMEOUT_S = 2.0
+GIVE_BACK_S = 2.0  # for what nobody waits for
+
+M = TypeVar("M", bound=Reply)
+R = TypeVar("R")
+
+
+def question(namespace: Namespace, tokens: Sequence[int], *, wait_ms: int = 0) -> Lookup:
+    """The lookup for a prompt: all its whole chunks, leaving at least one token to compute."""
+    ends = chunk_ends(len(tokens), namespace.chunk_tokens)
+    chains = b"".join(chain_values(token_bytes(tokens), ends))
+    return Lookup(0, chains, ends, max(len(tokens) - 1, 0), namespace.alignment_tokens, wait_ms=wait_ms)
+
+
+class StoreClient:
+    """One client of one store. Connects when first used, and again whenever the connection is lost.
+
+    `expect` is the digest that the namespace must have (a P/D peer's). `timeout_s` is the deadline of calls that name
+    none. Raises ConfigError for an address that cannot work.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        namespace: Namespace | None = None,
+        expect: bytes = b"",
+        name: str = "client",
+        token: str = "",
+        ca_file: str = "",
+        timeout_s: float = TIMEOUT_S,
+        jitter: random.Random | None = None,
+    ) -> None:
+        description = canonical(namespace) if namespace is not None else b""
+        self._digest = namespace.digest if namespace is not None else b""
+        self._timeout_s = timeout_s
+        self._leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
+        self._link = Link(
+            endpoint(address, token=token, ca_file=ca_file),
+            Introduction(client=name, namespace=description, expect=expect),
+            self._unasked,
+            jitter=jitter,
+        )
+
+    def __enter__(self) -> StoreClient:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ---- the connection
+
+    @property
+    def session(self) -> Session | None:
+        """The present session, or None while there is none."""
+        return self._link.session
+
+    @property
+    def generation(self) -> int:
+        """Increases whenever a session was lost, and with it every lease and put."""
+        return self._link.generation
+
+    @property
+    def refusal(self) -> IncompatibleError | None:
+        """Why the store does not want us: to be shown to people, with its remedy."""
+        return self._link.error if isinstance(self._link.error, IncompatibleError) else None
+
+    @property
+    def arena(self) -> Mapping | None:
+        """The mapped arena, for who wants to pre-fault or pin it. Whoever keeps it keeps the memory mapped."""
+        return self._link.session.mapping if self._link.session is not None else None
+
+    @property
+    def misses(self) -> Counter[MissReason]:
+        """Every Miss that this client answered, by reason."""
+        return self._link.misses
+
+    def connect(self, timeout_s: float | None = None) -> Session | Miss:
+        """Wait for a session, through as many attempts as fit into the time; a refusal ends the wait."""
+        deadline_ns = self._deadline_ns(timeout_s)
+        self._link.poll()
+        while self._link.session is None:
+            if self.refusal is not None or time.monotonic_ns() >= deadline_ns:
+                return self._count(miss_of(self._link.error))
+            self._link.step(deadline_ns)
+        return self._link.session
+
+    def poll(self) -> None:
+        """Make all the progress that is possible without waiting: send, receive, reconnect, expire."""
+        self._link.poll()
+
+    def close(self) -> None:
+        """Let go of the store. Idempotent."""
+        self._link.close()
+
+    # ---- reading
+
+    def lookup(self, question: Lookup, *, timeout_s: float | None = None) -> Call[Found]:
+        """How much of a prompt is there? Nothing is held, so nothing is promised."""
+        request = structs.replace(question, hold=False)
+        return self._submit(request, _expect(Found), timeout_s, question.wait_ms)
+
+    def hold(self, question: Lookup, *, timeout_s: float | None = None) -> Call[Lease]:
+        """Look up, lease what was found, and have it brought into the arena."""
+        begun_ns = time.monotonic_ns()
+        request = structs.replace(question, hold=True)
+        return self._submit(request, lambda reply: self._lease(request, begun_ns, reply), timeout_s, question.wait_ms)
+
+    def wait_staged(self, lease: Lease, *, timeout_s: float | None = None) -> Lease | Miss:
+        """Wait until everything leased is in the arena. A Miss where that did not come about, or not in time."""
+        deadline_ns = self._deadline_ns(timeout_s)
+        while not lease.is_staged:
+            if time.monotonic_ns() >= deadline_ns:
+                return self._count(Miss(MissReason.DEADLINE, "staging did not end in time"))
+            self._link.step(deadline_ns)
+        if lease.end_tokens:
+            return lease
+        return self._count(Miss(reason_of(lease.reason, MissReason.ABSENT)))
+
+    def adopt(self, shared: SharedLease) -> Lease:
+        """Another session's lease, to read through this one. Releasing it only reports what did not verify."""
+        if self._link.session is None:
+            self._link.poll()
+        session = self._link.session
+        if session is None or session.store != shared.store:
+            session = _LOST
+        return Lease(
+            session=session,
+            id=shared.id,
+            found=Found(0, 0, shared.id),
+            chains=shared.chains,
+            expires_ns=shared.expires_ns,
+            is_own=False,
+        )
+
+    def slots(self, lease: Lease, *, rank: int = 0, timeout_s: float | None = None) -> Call[list[ReadSlot]]:
+        """Where the leased objects of one rank lie."""
+        if not lease.is_live:
+            return self._link.answered(Miss(reason_of(lease.reason, MissReason.ABSENT), "nothing is held"))
+        return self._submit(
+            SlotsGet(0, lease.id, rank), lambda reply: read_slots_of(lease, self._digest, rank, reply), timeout_s
+        )
+
+    def read(
+        self, slot: ReadSlot, memory: cpu.Memory, runs: Runs | None = None, *, verify: bool | None = None
+    ) -> int | Miss:
+        """Copy an object to the start of `memory`, or to where `runs` say: its length, or a Miss with garbage there.
+
+        Verified as the store says, unless `verify` says otherwise.
+        """
+        lease = slot.lease
+        if not lease.is_live:
+            return self._count(Miss(MissReason.LEASE_EXPIRED))
+        if verify is None:
+            verify = lease.session.verify_reads
+        if runs is None:
+            runs = cpu.whole(slot.length_bytes)
+        checksum = cpu.load(slot.pieces, memory, runs, slot.seed if verify else None)
+        return self.accept(slot, checksum) or slot.length_bytes
+
+    def accept(self, slot: ReadSlot, checksum: int | None) -> Miss | None:
+        """Judge a copy by what it added up to: a Miss where its bytes must not be used.
+
+        Unverified bytes (None) are accepted only while the lease stands. Those that did verify are right whatever
+        became of the lease; those that did not condemn the object only if nobody else was allowed to write there.
+        """
+        if checksum is None:
+            self._link.poll()
+        if checksum == slot.checksum or (checksum is None and slot.lease.is_live):
+            return None
+        if not slot.lease.is_live:
+            return self._count(Miss(MissReason.LEASE_EXPIRED))
+        slot.lease.bad.append((slot.lease.id, slot.index, slot.key.group, slot.key.rank))
+        return self._count(Miss(MissReason.CHECKSUM, f"group {slot.key.group}, rank {slot.key.rank} [KV-401]"))
+
+    def release(self, leases: Iterable[Lease], *, timeout_s: float | None = None) -> Call[Done]:
+        """Give leases back, and report which of their objects did not verify. What is lost already needs no release."""
+        ids, bad = [], []
+        for lease in leases:
+            if lease.id and lease.session.alive:
+                bad += lease.bad
+                ids += [lease.id] if lease.is_own else []
+            lease.bad = []
+            lease.expires_ns = 0
+        if not ids and not bad:
+            return self._link.answered(Done(0))
+        return self._submit(Release(0, ids, bad), _expect(Done), timeout_s)
+
+    def get(
+        self, question: Lookup, *, rank: int = 0, timeout_s: float | None = None
+    ) -> dict[tuple[int, int], bytearray] | Miss:
+        """One-shot: look up, hold, stage, read. The bytes of everything the hit needs, by (boundary index, group)."""
+        deadline_ns = self._deadline_ns(timeout_s, question.wait_ms)
+        lease = self.hold(question, timeout_s=_left_s(deadline_ns)).wait()
+        if isinstance(lease, Miss):
+            return lease
+        try:
+            staged = self.wait_staged(lease, timeout_s=_left_s(deadline_ns))
+            if isinstance(staged, Miss):
+                return staged
+            slots = self.slots(lease, rank=rank, timeout_s=_left_s(deadline_ns)).wait()
+            if isinstance(slots, Miss):
+                return slots
+            found: dict[tuple[int, int], bytearray] = {}
+            for slot in slots:
+                target = bytearray(slot.length_bytes)
+                outcome = self.read(slot, target)
+                if isinstance(outcome, Miss):
+                    return outcome
+                found[slot.index, slot.key.group] = target
+            return found
+        finally:
+            self.release([lease])
+
+    # ---- writing
+
+    def put_begin(self, objects: Sequence[PutObject], *, timeout_s: float | None = None) -> Call[list[Put]]:
+        """Ask for slots to write to. One answer for each object, in their order."""
+        return self._submit(PutBegin(0, list(objects)), lambda reply: self._puts(objects, reply), timeout_s)
+
+    def write(self, put: Put, memory: cpu.Memory, runs: Runs | None = None) -> int | Miss:
+        """Copy an object into its slot, from the start of `memory` or from where `runs` say: its checksum."""
+        if put.status is not PutStatus.WRITE:
+            raise ValueError(f"the store gave no slot to write to: {put.status.name}")
+        if not put.session.alive:
+            return self._count(Miss(MissReason.LEASE_EXPIRED))
+        if runs is None:
+            runs = cpu.whole(put.length_bytes)
+        checksum = cpu.save(memory, runs, put.pieces, put.seed)
+        assert checksum is not None
+        return checksum
+
+    def put_end(
+        self, commit: Iterable[tuple[Put, int]] = (), abort: Iterable[Put] = (), *, timeout_s: float | None = None
+    ) -> Call[PutEnded]:
+        """Publish what was written (with its checksum), drop the rest. Nobody may write to these slots any more."""
+        commits = [(put.id, checksum) for put, checksum in commit if put.session.alive]
+        aborts = [put.id for put in abort if put.session.alive]
+        if not commits and not aborts:
+            return self._link.answered(Miss(MissReason.LEASE_EXPIRED, "the store that gave these slots is gone"))
+        return self._submit(PutEnd(0, commits, aborts), _expect(PutEnded), timeout_s)
+
+    def put(
+        self, objects: Sequence[tuple[PutObject, cpu.Memory]], *, timeout_s: float | None = None
+    ) -> list[PutStatus] | Miss:
+        """One-shot: begin, write, commit. For each object WRITE (saved now), PRESENT, PENDING or FULL."""
+        deadline_ns = self._deadline_ns(timeout_s)
+        for item, data in objects:
+            if cpu.size_bytes(data) != item.length_bytes:
+                raise ValueError(f"{cpu.size_bytes(data)} bytes were given for an object of {item.length_bytes}")
+        puts = self.put_begin([item for item, _ in objects], timeout_s=_left_s(deadline_ns)).wait()
+        if isinstance(puts, Miss):
+            return puts
+        commits: list[tuple[Put, int]] = []
+        for put, (_, data) in zip(puts, objects, strict=True):
+            if put.status is PutStatus.WRITE:
+                checksum = self.write(put, data)
+                if isinstance(checksum, Miss):
+                    return checksum
+                commits.append((put, checksum))
+        if commits:
+            ended = self.put_end(commits, timeout_s=_left_s(deadline_ns)).wait()
+            if isinstance(ended, Miss):
+                return ended
+            if ended.rejected:
+                return self._count(Miss(MissReason.LEASE_EXPIRED, f"{len(ended.rejected)} puts had expired"))
+        return [put.status for put in puts]
+
+    # ---- receipts, tools
+
+    def file_receipt(self, ticket: str, half: Half, *, timeout_s: float | None = None) -> Call[Done]:
+        return self._submit(ReceiptFile(0, ticket, half), _expect(Done), timeout_s)
+
+    def receipts(
+        self, ticket: str = "", *, wait_ms: int = 0, last: int = 0, timeout_s: float | None = None
+    ) -> Call[Receipts]:
+        """One ticket's receipt, waiting for its halves, or the last ones filed."""
+        return self._submit(ReceiptGet(0, ticket, wait_ms, last), _expect(Receipts), timeout_s, wait_ms)
+
+    def stats(self, *, timeout_s: float | None = None) -> Call[Stats]:
+        return self._submit(StatsGet(0), _expect(Stats), timeout_s)
+
+    def ping(self, *, timeout_s: float | None = None) -> Call[Done]:
+        return self._submit(Ping(0), _expect(Done), timeout_s)
+
+    def reset(self, digest: bytes = b"", *, timeout_s: float | None = None) -> Call[ResetDone]:
+        """Forget a namespace, or this client's own."""
+        return self._submit(Reset(0, digest), _expect(ResetDone), timeout_s)
+
+    # ---- requests and replies
+
+    def _submit(
+        self,
+        request: Request,
+        finish: Callable[[Reply], R | Miss | None],
+        timeout_s: float | None,
+        wait_ms: int = 0,
+    ) -> Call[R]:
+        return self._link.submit(request, finish, self._deadline_ns(timeout_s, wait_ms))
+
+    def _deadline_ns(self, timeout_s: float | None, wait_ms: int = 0) -> int:
+        """By default a request that asks the store to wait has that much more time."""
+        seconds = timeout_s if timeout_s is not None else self._timeout_s + wait_ms / 1e3
+        return time.monotonic_ns() + int(seconds * 1e9)
+
+    def _count(self, miss: Miss) -> Miss:
+        self._link.misses[miss.reason] += 1
+        return miss
+
+    def _lease(self, request: Lookup, begun_ns: int, reply: Reply) -> Lease | None:
+        session = self._link.session
+        if not isinstance(reply, Found) or session is None:
+            return None
+        lease = lease_of(session, request, begun_ns, reply)
+        if lease.id:
+            self._leases[lease.id] = lease
+        return lease
+
+    def _puts(self, objects: Sequence[PutObject], reply: Reply) -> list[Put] | None:
+        session = self._link.session
+        if not isinstance(reply, PutSlots) or session is None:
+            return None
+        return puts_of(session, self._digest, objects, reply)
+
+    def _unasked(self, message: Reply) -> None:
+        """News of a lease, or the answer to a call that expired or was cancelled: what it grants is given back."""
+        deadline_ns = self._deadline_ns(GIVE_BACK_S)
+        if isinstance(message, Staged):
+            lease = self._leases.get(message.lease)
+            if lease is not None and lease.session is self._link.session:
+                lease.outcome = message
+        elif isinstance(message, Found) and message.lease:
+            self._link.submit(Release(0, [message.lease]), _expect(Done), deadline_ns)
+        elif isinstance(message, PutSlots):
+            unwanted = [slot.put for slot in message.slots if slot.status == PutStatus.WRITE]
+            if unwanted:
+                self._link.submit(PutEnd(0, abort=unwanted), _expect(PutEnded), deadline_ns)
+
+
+_LOST = Session(generation=0, store="", limits=Limits(), verify_reads=True, mapping=None, alive=False)
+
+
+def _expect(kind: type[M]) -> Callable[[Reply], M | None]:
+    return lambda reply: reply if isinstance(reply, kind) else None
+
+
+def _left_s(deadline_ns: int) -> float:
+    return max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)

@@ -1,0 +1,214 @@
+"""Copies between engine memory and arena slots on the CPU: see the package for the contract.
+
+    memory  ··│run│····│ run │····│run│··        bytes of one rank's buffer, cut by `core.geometry`
+               │        │          │
+    object  ──▶│run│ run │run│                   one stream of bytes, hashed in this order
+               │           │
+    slot    │ piece 0 │ │ piece 1 │              where the arena had room
+
+Each step moves at most 256 KiB and hashes what was written while it is still in the cache: copy and hash together cost
+about 1.2 times the copy alone, in steps of 2 MiB 1.5 times. Many short runs of one length (pages) are moved as rows of
+a grid by one numpy call per step, because a Python step for each would cost more than its copy.
+
+Threading: no state; any thread may call. The copies and the hash let go of the interpreter lock for all but short runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvtally.core.geometry import Runs
+
+STEP_BYTES = 256 * 1024
+ROW_BYTES = 32 * 1024  # runs shorter than this gain from being moved together
+FEWEST_ROWS = 4
+
+Bytes = NDArray[np.uint8]
+Memory = bytes | bytearray | memoryview | Bytes  # C-contiguous; `load` needs it writable
+
+
+def save(memory: Memory, runs: Runs, pieces: Sequence[memoryview], seed: int | None) -> int | None:
+    """Write an object into its slot. The runs must make up the whole object: a slot is published as a whole."""
+    source = np.frombuffer(memory, dtype=np.uint8)
+    total = sum(piece.nbytes for piece in pieces)
+    _check(runs, source.size, total)
+    if int(runs.lengths.sum()) != total:
+        raise ValueError(f"runs of {int(runs.lengths.sum())} bytes cannot fill a slot of {total}")
+    state = xxhash.xxh3_64(seed=seed) if seed is not None else None
+    for slot, engine in _steps(source, runs, pieces):
+        if isinstance(engine, Rows):
+            engine.gather(slot)
+        elif engine is not None:
+            slot[:] = engine
+        if state is not None:
+            state.update(slot.data)
+    return state.intdigest() if state is not None else None
+
+
+def load(pieces: Sequence[memoryview], memory: Memory, runs: Runs, seed: int | None) -> int | None:
+    """Bring an object, or the part of it that the runs name, into engine memory.
+
+    The checksum covers the whole object: what landed is read back from the engine, what was skipped from the slot.
+    """
+    target = np.frombuffer(memory, dtype=np.uint8)
+    _check(runs, target.size, sum(piece.nbytes for piece in pieces))
+    state = xxhash.xxh3_64(seed=seed) if seed is not None else None
+    for slot, engine in _steps(target, runs, pieces):
+        landed = slot
+        if isinstance(engine, Rows):
+            engine.scatter(slot)
+            landed = engine.gathered() if state is not None else slot
+        elif engine is not None:
+            engine[:] = slot
+            landed = engine
+        if state is not None:
+            state.update(landed.data)
+    return state.intdigest() if state is not None else None
+
+
+def whole(length_bytes: int) -> Runs:
+    """The runs of an object that lies in one piece at the start of its memory."""
+    zero = np.zeros(1, dtype=np.int64)
+    return Runs(zero, zero, np.array([length_bytes], dtype=np.int64))
+
+
+def size_bytes(memory: Memory) -> int:
+    return int(np.frombuffer(memory, dtype=np.uint8).size)
+
+
+class Rows(NamedTuple):
+    """Some rows of a grid laid over engine memory: runs of one length whose distances are multiples of one pitch."""
+
+    grid: Bytes
+    indices: NDArray[np.int64]
+
+    def gather(self, slot: Bytes) -> None:
+        rows = slot.reshape(len(self.indices), -1)
+        if self.grid.flags.c_contiguous:
+            # "clip" because "raise" buffers the output; `_check` has seen to the bounds.
+            np.take(self.grid, self.indices, axis=0, out=rows, mode="clip")
+        else:  # take() would copy the whole grid first
+            rows[:] = self.grid[self.indices]
+
+    def scatter(self, slot: Bytes) -> None:
+        self.grid[self.indices] = slot.reshape(len(self.indices), -1)
+
+    def gathered(self) -> Bytes:
+        return self.grid[self.indices]
+
+
+class _Cursor:
+    """A position in the concatenation of a slot's pieces."""
+
+    def __init__(self, pieces: Sequence[memoryview]) -> None:
+        self._pieces = [np.frombuffer(piece, dtype=np.uint8) for piece in pieces if piece.nbytes]
+        self._index = 0
+        self._offset = 0
+        self.position = 0  # in the object
+
+    @property
+    def left(self) -> int:
+        """Bytes up to the end of the current piece."""
+        return self._pieces[self._index].size - self._offset
+
+    def take(self, length: int) -> Bytes:
+        """The next `length` bytes, which the current piece must still have."""
+        piece = self._pieces[self._index]
+        start, end = self._offset, self._offset + length
+        self.position += length
+        if end < piece.size:
+            self._offset = end
+        else:
+            self._index, self._offset = self._index + 1, 0
+        return piece[start:end]
+
+
+def _steps(memory: Bytes, runs: Runs, pieces: Sequence[memoryview]) -> Iterator[tuple[Bytes, Bytes | Rows | None]]:
+    """The object in its order, cut so that each part is contiguous in the slot: (slot, engine) views of equal size.
+    The engine side is None where the runs leave a gap."""
+    cursor = _Cursor(pieces)
+    for first, last in _batches(runs):
+        start, length = int(runs.object_offsets[first]), int(runs.lengths[first])
+        yield from _gap(cursor, start)
+        offsets = runs.engine_offsets[first:last]
+        rows = _rows(memory, offsets, length) if last - first >= FEWEST_ROWS and length < ROW_BYTES else None
+        if rows is None:
+            for offset in offsets.tolist():
+                yield from _run(memory, offset, length, cursor)
+        else:
+            yield from _row_steps(memory, offsets, rows, cursor)
+    yield from _gap(cursor, sum(piece.nbytes for piece in pieces))
+
+
+def _gap(cursor: _Cursor, end: int) -> Iterator[tuple[Bytes, None]]:
+    while cursor.position < end:
+        yield cursor.take(min(end - cursor.position, cursor.left, STEP_BYTES)), None
+
+
+def _run(memory: Bytes, offset: int, length: int, cursor: _Cursor) -> Iterator[tuple[Bytes, Bytes]]:
+    end = offset + length
+    while offset < end:
+        taken = min(end - offset, cursor.left, STEP_BYTES)
+        yield cursor.take(taken), memory[offset : offset + taken]
+        offset += taken
+
+
+def _row_steps(
+    memory: Bytes, offsets: NDArray[np.int64], rows: Rows, cursor: _Cursor
+) -> Iterator[tuple[Bytes, Bytes | Rows]]:
+    length = rows.grid.shape[1]
+    done = 0
+    while done < len(offsets):
+        count = min(len(offsets) - done, min(cursor.left, STEP_BYTES) // length)
+        if count:
+            yield cursor.take(count * length), Rows(rows.grid, rows.indices[done : done + count])
+        else:  # the end of a piece cuts this row in two
+            count = 1
+            yield from _run(memory, int(offsets[done]), length, cursor)
+        done += count
+
+
+def _batches(runs: Runs) -> list[tuple[int, int]]:
+    """Half-open ranges of runs that have one length and follow each other in the object without a gap."""
+    count = len(runs)
+    if count < FEWEST_ROWS:
+        return [(index, index + 1) for index in range(count)]
+    lengths, starts = runs.lengths, runs.object_offsets
+    broken = (lengths[1:] != lengths[:-1]) | (starts[1:] != starts[:-1] + lengths[:-1])
+    cuts = [0, *(np.flatnonzero(broken) + 1).tolist(), count]
+    return list(pairwise(cuts))
+
+
+def _rows(memory: Bytes, offsets: NDArray[np.int64], length: int) -> Rows | None:
+    """The grid on which all these runs are rows; None where there is none (they overlap, or lie at odd distances)."""
+    lowest = int(offsets.min())
+    distances = offsets - lowest
+    pitch = int(np.gcd.reduce(distances))
+    if pitch < length or length == 0:
+        return None
+    shape = (int(distances.max()) // pitch + 1, length)
+    return Rows(np.ndarray(shape, np.uint8, memory, lowest, (pitch, 1)), distances // pitch)
+
+
+def _check(runs: Runs, memory_bytes: int, slot_bytes: int) -> None:
+    """Runs lie inside their memory, and inside their slot in rising order. Slicing would hide what does not."""
+    if len(runs) < FEWEST_ROWS:  # numpy's fixed costs would be felt on small objects
+        position = 0
+        fits = True
+        for run in runs:
+            fits &= run.length >= 0 and run.object_offset >= position
+            fits &= 0 <= run.engine_offset <= memory_bytes - run.length
+            position = run.object_offset + run.length
+    else:
+        lengths, offsets, ends = runs.lengths, runs.engine_offsets, runs.object_offsets + runs.lengths
+        fits = bool(lengths.min() >= 0 and offsets.min() >= 0 and (offsets + lengths).max() <= memory_bytes)
+        fits &= bool(runs.object_offsets[0] >= 0 and (runs.object_offsets[1:] >= ends[:-1]).all())
+        position = int(ends[-1])
+    if not fits or position > slot_bytes:
+        raise ValueError(f"{len(runs)} runs do not fit a memory of {memory_bytes} bytes and a slot of {slot_bytes}")

@@ -1,0 +1,191 @@
+"""Handles: what a store's replies become for their user. A lease, the slots it opens for reading, slots for writing.
+
+Owns the check of everything a reply says about memory: a store that names bytes outside the arena is broken, and None
+is the answer here (`link` then ends the connection). A handle belongs to the session in which it was given and is worth
+nothing after it. Views keep the arena mapped; nothing else does. Neighbours: `link` (left), `client` (right). No I/O.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from kvtally.core.keys import CHAIN_BYTES, ObjectKey, checksum_seed
+from kvtally.link import Miss, Session
+from kvtally.wire.messages import (
+    Found,
+    Lookup,
+    MissReason,
+    PutObject,
+    PutSlots,
+    PutStatus,
+    Reply,
+    Slot,
+    Slots,
+    Staged,
+)
+
+MOST_GROUPS = 1 << 32  # what a key can hold
+_STATUSES = frozenset(PutStatus)
+
+
+class SharedLease(NamedTuple):
+    """A lease as it travels from an engine's scheduler to its workers, which have connections of their own."""
+
+    store: str
+    id: int
+    chains: bytes
+    expires_ns: int  # of the machine's monotonic clock, which all its processes share
+
+
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Lease:
+    """The answer to a lookup that holds what it found: the right to read it, until released or expired.
+
+    `found` is what the store said at first; `end_tokens` is what may be promised, 0 until everything is staged.
+    """
+
+    session: Session
+    id: int  # 0: nothing was found, nothing is held
+    found: Found
+    chains: bytes
+    expires_ns: int
+    is_own: bool = True  # False: another session's, adopted
+    outcome: Staged | None = None
+    bad: list[tuple[int, int, int, int]] = field(default_factory=list)  # reported when the lease is released
+
+    @property
+    def is_live(self) -> bool:
+        return self.id != 0 and self.session.alive and time.monotonic_ns() < self.expires_ns
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether nothing more is on its way: all is there, or failed, or the store was lost."""
+        return not self.found.staging or self.outcome is not None or not self.session.alive
+
+    @property
+    def end_tokens(self) -> int:
+        if not (self.is_live and self.is_staged):
+            return 0
+        return self.outcome.end_tokens if self.outcome is not None else self.found.end_tokens
+
+    @property
+    def reason(self) -> str:
+        """Why the hit is not longer: a MissReason, or empty."""
+        if self.id and not self.is_live:
+            return MissReason.LEASE_EXPIRED
+        return self.outcome.reason if self.outcome is not None else self.found.reason
+
+    def share(self) -> SharedLease:
+        return SharedLease(self.session.store, self.id, self.chains, self.expires_ns)
+
+
+class ReadSlot(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One leased object: which it is, its bytes in the arena, and what they must add up to."""
+
+    lease: Lease
+    key: ObjectKey
+    index: int  # boundary index of the lookup
+    length_bytes: int
+    checksum: int
+    pieces: list[memoryview]
+
+    @property
+    def seed(self) -> int:
+        return checksum_seed(self.key, self.length_bytes)
+
+
+class Put(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The store's answer for one object to be saved. Only with status WRITE is there anything to write to."""
+
+    session: Session
+    id: int
+    status: PutStatus
+    key: ObjectKey
+    length_bytes: int
+    pieces: list[memoryview]
+
+    @property
+    def seed(self) -> int:
+        return checksum_seed(self.key, self.length_bytes)
+
+
+def lease_of(session: Session, request: Lookup, begun_ns: int, found: Found) -> Lease:
+    """The store counts a lease's time from when it granted it, which was not before it was asked for, at `begun_ns`."""
+    longest_ns = session.limits.lease_ns
+    span_ns = min(request.lease_ms * 1_000_000, longest_ns) if request.lease_ms else longest_ns
+    return Lease(session=session, id=found.lease, found=found, chains=request.chains, expires_ns=begun_ns + span_ns)
+
+
+def read_slots_of(lease: Lease, namespace: bytes, rank: int, reply: Reply) -> list[ReadSlot] | Miss | None:
+    if not isinstance(reply, Slots):
+        return None
+    if reply.reason:
+        return Miss(reason_of(reply.reason, MissReason.LEASE_EXPIRED))
+    slots = [_read_slot(lease, namespace, rank, slot) for slot in reply.slots]
+    sound = [slot for slot in slots if slot is not None]
+    return sound if len(sound) == len(slots) else None
+
+
+def _read_slot(lease: Lease, namespace: bytes, rank: int, slot: Slot) -> ReadSlot | None:
+    start = slot.index * CHAIN_BYTES
+    pieces = _views(lease.session, slot.pieces, slot.length_bytes)
+    if pieces is None or not 0 <= start < len(lease.chains) or not 0 <= slot.group < MOST_GROUPS:
+        return None
+    return ReadSlot(
+        lease=lease,
+        key=ObjectKey(namespace, lease.chains[start : start + CHAIN_BYTES], slot.group, rank),
+        index=slot.index,
+        length_bytes=slot.length_bytes,
+        checksum=slot.checksum,
+        pieces=[piece.toreadonly() for piece in pieces],
+    )
+
+
+def puts_of(session: Session, namespace: bytes, objects: Sequence[PutObject], reply: PutSlots) -> list[Put] | None:
+    if len(reply.slots) != len(objects):
+        return None
+    puts = []
+    for item, slot in zip(objects, reply.slots, strict=True):
+        if slot.status not in _STATUSES:
+            return None
+        pieces = _views(session, slot.pieces, item.length_bytes) if slot.status == PutStatus.WRITE else []
+        if pieces is None:
+            return None
+        put = Put(
+            session=session,
+            id=slot.put,
+            status=PutStatus(slot.status),
+            key=ObjectKey(namespace, item.chain, item.group, item.rank),
+            length_bytes=item.length_bytes,
+            pieces=pieces,
+        )
+        puts.append(put)
+    return puts
+
+
+def _views(session: Session, pieces: Sequence[int], length_bytes: int) -> list[memoryview] | None:
+    """The bytes that a store names by offsets and lengths; None where those cannot be right."""
+    mapping = session.mapping
+    if mapping is None or len(pieces) % 2:
+        return None
+    views = []
+    total = 0
+    for offset, length in zip(pieces[::2], pieces[1::2], strict=True):
+        if offset < 0 or length <= 0 or offset + length > mapping.size_bytes:
+            return None
+        views.append(mapping.view(offset, length))
+        total += length
+    return views if total == length_bytes else None
+
+
+def reason_of(text: str, otherwise: MissReason) -> MissReason:
+    """The reason a store gave; a newer store may know more reasons than we do."""
+    try:
+        return MissReason(text)
+    except ValueError:
+        return otherwise

@@ -1,0 +1,57 @@
+"""How the daemon's log lines look. Owns the two formats; every module logs with `logging.getLogger(__name__)`.
+
+Fields of a line go in `extra={...}`: the text format appends them as `name=value`, the JSON format makes them members.
+Configured once, by the command that starts a daemon; libraries (the client in an engine) never configure logging.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from enum import StrEnum
+
+
+class LogFormat(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+# Whatever is an attribute of a record beyond these was put there by `extra`.
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+def configure(log_format: LogFormat, *, verbose: bool) -> None:
+    """Send log lines to stderr; with `verbose` also those of level DEBUG."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format is LogFormat.JSON else TextFormatter())
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler], force=True)
+
+
+class TextFormatter(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return " ".join(
+            [super().formatMessage(record), *(f"{name}={value}" for name, value in _fields(record).items())]
+        )
+
+
+class JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD}

@@ -1,0 +1,133 @@
+"""The table of settings: each stands here once, with the words that `--help` and `docs/operations.md` print.
+
+The spelling of a setting in the file (`store: {memory: 8GiB}`), in the environment (`KVTALLY_STORE__MEMORY`) and on the
+command line (`--memory`) is derived from its name. How values are read and checked is `config`'s part.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+SHORTEST_TOKEN = 16
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the table. `default` is in words: documentation must not depend on the machine it was made on."""
+
+    section: str = "store"
+    name: str
+    field: str = ""  # of StoreConfig, where it is not the name
+    description: str
+    default: str
+    example: str
+    has_flag: bool = True
+
+    @property
+    def key(self) -> str:
+        return f"{self.section}.{self.name}"
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return f"KVTALLY_{self.section}__{self.name}".upper()
+
+    @property
+    def help(self) -> str:
+        return f"{self.description} Default: {self.default}."
+
+
+SETTINGS: dict[str, Setting] = {
+    setting.key: setting
+    for setting in (
+        Setting(
+            name="socket",
+            description="Unix socket that engines on this node connect to.",
+            default="$XDG_RUNTIME_DIR/kvtally/store.sock, else kvtally-UID/store.sock in the temporary directory",
+            example="/run/kvtally/store.sock",
+        ),
+        Setting(
+            name="memory",
+            field="memory_bytes",
+            description="Size of the host arena, the shared memory that holds KV bytes.",
+            default="a quarter of RAM, or of the container's limit",
+            example="8GiB",
+        ),
+        Setting(
+            name="disk",
+            description="Directory of the disk tier; what it holds survives a restart.",
+            default="no disk tier",
+            example="/var/lib/kvtally",
+        ),
+        Setting(
+            name="disk_size",
+            field="disk_bytes",
+            description="Most bytes the disk tier may take.",
+            default="10 times the memory, at most 80 % of the free space",
+            example="200GiB",
+        ),
+        Setting(
+            name="verify_reads",
+            description="Have engines check every object's checksum after copying it out of the arena. "
+            "Bytes that come up from a lower tier are always checked.",
+            default="true",
+            example="true",
+        ),
+        Setting(
+            name="tcp",
+            description="Also listen on this address, for tools and routers elsewhere (no KV bytes); needs a token.",
+            default="no TCP",
+            example="10.0.0.5:7400",
+        ),
+        Setting(
+            name="token_file",
+            field="token",
+            description=f"File whose content is the secret that TCP peers and changing admin calls prove to know "
+            f"({SHORTEST_TOKEN} characters or more).",
+            default="none",
+            example="/etc/kvtally/token",
+        ),
+        Setting(
+            name="token",
+            description="The secret itself; prefer token_file, which keeps it out of listings and backups.",
+            default="none",
+            example='"..."',
+            has_flag=False,  # a command line is public on its machine
+        ),
+        Setting(
+            name="tls_cert",
+            description="Certificate chain (PEM) for TCP; with tls_key.",
+            default="no TLS",
+            example="/etc/kvtally/cert.pem",
+        ),
+        Setting(
+            name="tls_key",
+            description="Private key (PEM) for TCP; with tls_cert.",
+            default="no TLS",
+            example="/etc/kvtally/key.pem",
+        ),
+        Setting(
+            name="admin",
+            description="Loopback address of the admin HTTP server: /health, /metrics, /inspect.",
+            default="no admin server",
+            example="127.0.0.1:7401",
+        ),
+    )
+}
+SECTIONS = tuple(dict.fromkeys(setting.section for setting in SETTINGS.values()))
+
+
+def settings_table() -> str:
+    """Every setting as a Markdown table, for docs/operations.md."""
+    lines = ["| setting | flag | environment | default | what it is | example |", "|---|---|---|---|---|---|"]
+    for setting in SETTINGS.values():
+        flag = f"`{setting.flag}`" if setting.has_flag else "(none)"
+        if setting.name == "verify_reads":
+            flag = "`--no-verify-reads`"
+        lines.append(
+            f"| `{setting.key}` | {flag} | `{setting.variable}` | {setting.default} | {setting.description} "
+            f"| `{setting.example}` |"
+        )
+    return "\n".join(lines)

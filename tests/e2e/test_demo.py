@@ -1,0 +1,115 @@
+"""`kvtally demo` from outside: it proves what it says, fails when it does not, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtally.cli import demo
+
+DEADLINE_S = 50
+
+
+def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+    """The demo with its temporary directory in ours; a kvtally.yaml in the current one must not disturb it."""
+    (directory / "here").mkdir()
+    (directory / "here" / "kvtally.yaml").write_text("store: {memory: nonsense}\n")
+    (directory / "tmp").mkdir()
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvtally", "demo", *arguments],
+        cwd=directory / "here",
+        env={**os.environ, "TMPDIR": str(directory / "tmp"), "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def processes(directory: Path) -> list[str]:
+    """Command lines of living processes that mention the directory. A zombie has none."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_text()
+        except OSError:
+            continue  # it ended while we looked
+        if str(directory) in command:
+            found.append(command.replace("\0", " "))
+    return found
+
+
+def wait_for_processes(directory: Path, count: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while len(processes(directory)) != count:
+        assert time.monotonic() < deadline, processes(directory)
+        time.sleep(0.02)
+
+
+def test_every_step_is_proved_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    with start(tmp_path, "--json") as running:
+        out, err = running.communicate(timeout=DEADLINE_S)
+    assert running.returncode == 0, err
+    told = json.loads(out)
+    assert told["proved"]
+    assert told["seconds"] < 30
+    assert [step["proved"] for step in told["steps"]] == [True] * 10
+    assert [step["output_equal"] for step in told["steps"]].count(False) == 1  # the control
+    assert {step["reason"] for step in told["steps"]} >= {"absent", "checksum", "store_unreachable"}
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert processes(tmp_path) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_no_process_outlives_it(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    with start(tmp_path) as running:
+        wait_for_processes(tmp_path, 3)  # the store and both engines
+        running.send_signal(number)
+        running.communicate(timeout=DEADLINE_S)
+    assert running.returncode == code
+    wait_for_processes(tmp_path, 0)
+    if number != signal.SIGKILL:
+        assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """`main` takes over signals, as a command may."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("arguments", [["--json"], []])
+@pytest.mark.usefixtures("handlers")
+def test_a_step_that_proves_nothing_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    good = demo.Row(
+        step="a", reused_tokens=1, computed_tokens=1, source="disk", output_equal=True, reason="", proved=True
+    )
+    bad = demo.Row(step="b", reused_tokens=1, computed_tokens=1, source="disk", output_equal=False, reason="checksum")
+    monkeypatch.setattr(demo, "play", lambda stage: iter([good, bad]))
+    assert demo.main(arguments) == 1
+    out = capsys.readouterr().out
+    assert ('"proved": false' in out) if arguments else ("1 of 2 steps did not prove" in out)
+    monkeypatch.setattr(demo, "play", lambda stage: iter([good]))
+    assert demo.main(arguments) == 0
+    monkeypatch.setattr(demo, "play", lambda stage: iter([]))
+    assert demo.main(arguments) == 1
+
+
+def test_the_control_has_teeth() -> None:
+    """An output that is right where it should be wrong, or wrong where it should be right, proves nothing."""
+    row = demo.Row(step="", reused_tokens=0, computed_tokens=0, source="", output_equal=True, reason="")
+    assert demo._judge(row, True, "").proved
+    assert not demo._judge(row, False, "").proved
+    assert not demo._judge(row, True, "", output_equal=False).proved

@@ -1,0 +1,369 @@
+"""The command as people and programs meet it: what it prints, where, its exit codes. Most tests ask one real store."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from rich.console import Console
+
+from kvtally import __version__
+from kvtally.cli import main as cli
+from kvtally.cli.render import read_stats, stats_page
+from kvtally.client import Miss, StoreClient
+from kvtally.core.keys import ROOT_CHAIN, chain_values, token_bytes
+from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
+from kvtally.core.receipts import Half, Role
+from kvtally.errors import IncompatibleError
+from kvtally.wire.messages import PutObject, PutStatus
+
+DEADLINE_S = 20.0
+
+NAMESPACE = Namespace(
+    model="tiny",
+    groups=(GroupSpec(kind=GroupKind.FULL, block_tokens=16, page_bytes=((1024,),)),),
+    chunk_tokens=16,
+    alignment_tokens=16,
+)
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    return Run(monkeypatch, capsys)
+
+
+class Run:
+    """Call the command as the console script does, in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> Result:
+        self._monkeypatch.setattr(sys, "argv", ["kvtally", *arguments])
+        with pytest.raises(SystemExit) as exited:
+            cli.main()
+        out, err = self._capsys.readouterr()
+        assert isinstance(exited.value.code, int)
+        return Result(exited.value.code, out, err)
+
+
+def spawn(*arguments: str) -> subprocess.Popen[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("KVTALLY_")}
+    environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvtally", *arguments], stderr=subprocess.PIPE, text=True, env=environ
+    )
+
+
+def start_store(*arguments: str) -> subprocess.Popen[str]:
+    """A store in a process of its own, ready to serve."""
+    process = spawn("store", "--memory", "16MiB", "--log-format", "json", *arguments)
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:  # ends when the process does; a store that hangs ends with the test run's own deadline
+        lines.append(line)
+        if '"the store is ready"' in line:
+            return process
+    raise AssertionError(f"the store ended with {process.wait()}: {''.join(lines)}")
+
+
+def stop_store(process: subprocess.Popen[str], number: signal.Signals = signal.SIGTERM) -> int:
+    process.send_signal(number)
+    try:
+        process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+    return process.returncode
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The socket of a store that holds one object and one receipt."""
+    socket = str(tmp_path_factory.mktemp("store") / "s.sock")
+    process = start_store("--socket", socket)
+    try:
+        with StoreClient(socket, namespace=NAMESPACE, name="engine\x1b[31m") as client:
+            save(client)
+            for half in (
+                Half(role=Role.PREFILL, prompt_tokens=33, saved_tokens=32, chain=b"\xab" * 32),
+                Half(role=Role.DECODE, tokens_host=16, computed_tokens=17, reason="absent", verified=True),
+            ):
+                assert not isinstance(client.file_receipt("req-1", half).wait(), Miss)
+            yield socket
+    finally:
+        stop_store(process)
+
+
+def save(client: StoreClient) -> None:
+    chain = chain_values(token_bytes(range(16)), [16])[0]
+    item = PutObject(chain, ROOT_CHAIN, 0, 16, 0, 0, 1024)
+    assert client.put([(item, bytearray(1024))]) in ([PutStatus.WRITE], [PutStatus.PRESENT])
+
+
+class TestHelp:
+    def test_version(self, run: Run) -> None:
+        assert run("--version") == (0, f"kvtally {__version__}\n", "")
+
+    @pytest.mark.parametrize("command", [("store",), ("stat",), ("receipts",), ("reset",), ("config", "show")])
+    def test_every_command_teaches_by_an_example(self, run: Run, command: tuple[str, ...]) -> None:
+        result = run(*command, "--help")
+        assert result.code == 0
+        assert f"kvtally {' '.join(command)}" in result.out.split("Example: ")[1].replace("\n ", "")
+
+    def test_asking_for_help_imports_nothing_heavy(self) -> None:
+        heavy = ("numpy", "rich", "asyncio", "uvicorn", "starlette", "aiohttp", "uvloop", "blake3", "ssl")
+        code = f"import sys, kvtally.cli.main; print([name for name in {heavy!r} if name in sys.modules])"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True
+        )
+        assert done.stdout == "[]\n"
+
+    def test_a_wrong_command_is_a_usage_error(self, run: Run) -> None:
+        assert run("stroe").code == 2
+        assert run("stat", "--jsonn").code == 2
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("arguments", "code"),
+        [
+            (("store", "--memory", "lots"), "KV-102"),
+            (("store", "--memory", "1MiB"), "KV-102"),
+            (("store", "--disk-size", "1GiB"), "KV-100"),
+            (("store", "--config", "missing.yaml"), "KV-105"),
+            (("store", "--tcp", "127.0.0.1:0"), "KV-100"),
+            (("store", "--admin", "0.0.0.0:1"), "KV-102"),
+        ],
+    )
+    def test_a_refusal_is_one_line_and_its_remedy_and_code_2(
+        self, run: Run, tmp_path: Path, arguments: tuple[str, ...], code: str
+    ) -> None:
+        result = run(*arguments)
+        assert result.code == 2
+        assert result.out == ""
+        message, remedy = result.err.splitlines()
+        assert message.startswith("error: ")
+        assert message.endswith(f" [{code}]")
+        assert remedy.startswith("remedy: ")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_an_unknown_key_names_the_one_that_was_meant(self, run: Run, tmp_path: Path) -> None:
+        (tmp_path / "kvtally.yaml").write_text("store: {memori: 1GiB}", encoding="utf-8")
+        result = run("config", "show")
+        assert result.code == 2
+        assert "remedy: Did you mean memory?" in result.err
+
+    @pytest.mark.parametrize("command", ["stat", "receipts", "reset"])
+    def test_no_store_runs(self, run: Run, tmp_path: Path, command: str) -> None:
+        result = run(command, "--socket", str(tmp_path / "none.sock"))
+        assert result.code == 1
+        assert "none.sock [KV-500]" in result.err
+        assert "kvtally store" in result.err
+
+    def test_a_second_store_on_the_same_socket(self, run: Run, store: str) -> None:
+        second = spawn("store", "--socket", store, "--memory", "16MiB")
+        _, err = second.communicate(timeout=DEADLINE_S)
+        assert second.returncode == 2
+        assert "[KV-104]" in err.splitlines()[-2]
+        assert run("stat", "--socket", store).code == 0
+
+    def test_an_interrupt_is_quiet(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupted(arguments: list[str]) -> int:
+            raise KeyboardInterrupt
+
+        fake_module(monkeypatch, "kvtally.cli.demo", interrupted)
+        assert run("demo") == (130, "", "")
+
+
+def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, main: object) -> None:
+    module = types.ModuleType(name)
+    module.__dict__["main"] = main
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+class TestHandedOver:
+    @pytest.mark.parametrize(
+        ("command", "module"), [(("bench", "store"), "kvtally.bench.store"), (("demo",), "kvtally.cli.demo")]
+    )
+    def test_arguments_go_to_the_module_and_its_code_comes_back(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], module: str
+    ) -> None:
+        seen: list[str] = []
+
+        def main(arguments: list[str]) -> int:
+            seen.extend(arguments)
+            return 3
+
+        fake_module(monkeypatch, module, main)
+        assert run(*command, "--json", "--size", "1GiB", "--help").code == 3
+        assert seen == ["--json", "--size", "1GiB", "--help"]
+
+
+class TestConfigShow:
+    def test_json_has_value_and_origin(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "kvtally.yaml").write_text("store: {memory: 32MiB}", encoding="utf-8")
+        monkeypatch.setenv("KVTALLY_STORE__ADMIN", "localhost:7401")
+        result = run("config", "show", "--json")
+        assert result.code == 0
+        tree = json.loads(result.out)
+        file = str(tmp_path / "kvtally.yaml")
+        assert tree["file"] == file
+        assert tree["settings"]["store.memory"] == {"value": 32 << 20, "origin": "file", "where": file}
+        assert tree["settings"]["store.admin"]["origin"] == "environment"
+        assert tree["settings"]["store.verify_reads"] == {"value": True, "origin": "default", "where": ""}
+
+    def test_for_people_without_the_token(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("KVTALLY_STORE__TOKEN", "a-long-enough-secret")
+        result = run("config", "show")
+        assert "a-long-enough-secret" not in result.out
+        assert "KVTALLY_STORE__TOKEN" in result.out
+
+
+class TestStat:
+    def test_json_is_the_stores_own_tree(self, run: Run, store: str) -> None:
+        result = run("stat", "--socket", store, "--json")
+        assert result.code == 0
+        tree = json.loads(result.out)
+        assert tree["arena"]["objects"] == 1
+        assert {item["client"] for item in tree["clients"]} == {"engine\x1b[31m", "kvtally command"}
+
+    def test_tables(self, run: Run, store: str) -> None:
+        result = run("stat", "--socket", store)
+        assert result.code == 0
+        for word in ("arena", "16MiB", "lookups", "saves begun", "leases open", "since the start", "tiny"):
+            assert word in result.out
+        assert NAMESPACE.digest.hex()[:12] in result.out
+        assert "engine?[31m" in result.out
+        assert "\x1b[31m" not in result.out
+
+    def test_the_socket_may_come_from_the_environment(
+        self, run: Run, store: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("KVTALLY_STORE__SOCKET", store)
+        monkeypatch.setenv("KVTALLY_STORE__MEMORY", "900PB")  # wrong for a store, of no concern here
+        assert run("stat").code == 0
+
+    def test_watch_goes_on_until_it_is_interrupted(self, run: Run, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        naps = []
+
+        def nap(seconds: float) -> None:
+            naps.append(seconds)
+            if len(naps) == 3:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr("kvtally.cli.inspect.time.sleep", nap)
+        result = run("stat", "--socket", store, "--watch", "--json")
+        assert result.code == 130
+        assert len([json.loads(line) for line in result.out.splitlines()]) == 3
+        naps.clear()
+        result = run("stat", "--socket", store, "--watch")
+        assert result.code == 130
+        assert "just now" in result.out
+
+
+class TestReceipts:
+    def test_table(self, run: Run, store: str) -> None:
+        result = run("receipts", "--socket", store, "--last", "1")
+        assert result.code == 0
+        for word in ("req-1", "short", "32", "16", "17", "host 16", "absent"):
+            assert word in result.out
+
+    def test_json_of_one(self, run: Run, store: str) -> None:
+        (tree,) = json.loads(run("receipts", "req-1", "--socket", store, "--json").out)
+        assert (tree["ticket"], tree["verdict"]) == ("req-1", "short")
+        assert tree["prefill"]["chain"] == "ab" * 32
+        assert tree["decode"]["tokens_host"] == 16
+
+    def test_unknown_ticket(self, run: Run, store: str) -> None:
+        assert run("receipts", "other", "--socket", store, "--json") == (1, "[]\n", "")
+
+
+class TestReset:
+    def test_one_namespace_by_its_first_digits(self, run: Run, store: str) -> None:
+        with StoreClient(store, namespace=NAMESPACE) as client:
+            save(client)
+        digits = NAMESPACE.digest.hex()[:8]
+        result = run("reset", "--socket", store, "--namespace", digits, "--yes")
+        assert result.code == 0
+        assert "Forgot 1 objects." in result.out
+        with StoreClient(store, namespace=NAMESPACE) as client:
+            save(client)
+
+    @pytest.mark.parametrize("prefix", ["ffffffffffff", "", "zz"])
+    def test_a_namespace_it_does_not_have(self, run: Run, store: str, prefix: str) -> None:
+        result = run("reset", "--socket", store, "--namespace", prefix, "--yes")
+        assert result.code == 2
+        assert NAMESPACE.digest.hex()[:12] in result.err
+
+    def test_nobody_to_ask_is_a_no(self, run: Run, store: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        (tmp_path / "empty").touch()
+        with (tmp_path / "empty").open(encoding="utf-8") as nothing:
+            monkeypatch.setattr(sys, "stdin", nothing)
+            result = run("reset", "--socket", store)
+        assert result.code == 1
+        assert "Forgot" not in result.out
+
+
+class TestDaemon:
+    def test_ctrl_c_ends_it_in_order(self, tmp_path: Path) -> None:
+        socket = tmp_path / "s.sock"
+        process = start_store("--socket", str(socket), "--disk", str(tmp_path / "disk"), "--disk-size", "16MiB")
+        assert socket.is_socket()
+        assert stop_store(process, signal.SIGINT) == 0
+        assert not socket.exists()
+
+
+class TestPage:
+    def test_rates_are_those_between_two_looks(self) -> None:
+        tier = {"name": "disk", "state": "failing", "read_bytes": 1 << 20, "errors": {"KV-602": 2}}
+        before = {"store": "a", "uptime_s": 10.0, "lookups": {"total": 100}, "puts": {"bytes": 0}, "tiers": [tier]}
+        now = {
+            **before,
+            "uptime_s": 12.0,
+            "lookups": {"total": 300, "misses": {"absent": 3}},
+            "puts": {"bytes": 4 << 20},
+            "tiers": [tier | {"read_bytes": 9 << 20}],
+        }
+        text = page(now, before)
+        assert row(text, "lookups")[-1] == "100.0"
+        assert row(text, "saved")[-1] == "2MiB"
+        assert row(text, "disk read")[-1] == "4MiB"
+        assert "disk failed: KV-602" in text
+        assert "cut short: absent" in text
+
+    def test_what_it_does_not_know_is_left_out_and_what_is_missing_is_zero(self) -> None:
+        assert "arena" in page({"store": "a", "later": {"x": 1}})
+
+    def test_another_form_is_refused(self) -> None:
+        with pytest.raises(IncompatibleError) as caught:
+            read_stats({"tiers": "none"})
+        assert caught.value.code == "KV-201"
+
+
+def page(now: object, before: object | None = None) -> str:
+    console = Console(width=100, markup=False, highlight=False)
+    with console.capture() as capture:
+        console.print(stats_page(read_stats(now), None if before is None else read_stats(before)))
+    return capture.get()
+
+
+def row(text: str, name: str) -> list[str]:
+    """The cells of the last row that begins so."""
+    return [line for line in text.splitlines() if line.startswith(name)][-1].split()

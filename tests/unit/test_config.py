@@ -1,0 +1,324 @@
+"""Settings: order and origin of values, every refusal with its code, and what never leaves (the token)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtally import machine
+from kvtally.config import LONGEST_SOCKET_PATH_BYTES, Origin, Settings, StoreConfig, load
+from kvtally.errors import ConfigError, Disposition
+from kvtally.machine import available_memory_bytes
+from kvtally.settings import SETTINGS, settings_table
+from kvtally.units import human_size, parse_size, split_address
+from kvtally.wire.limits import MIB
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def _empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def settings(
+    text: str | None = None, *, environ: dict[str, str] | None = None, flags: dict[str, str | bool | None] | None = None
+) -> Settings:
+    if text is not None:
+        Path("kvtally.yaml").write_text(text, encoding="utf-8")
+    return load(flags=flags, environ=environ or {})
+
+
+def store(text: str | None = None, **environ: str) -> StoreConfig:
+    return settings(text, environ={f"KVTALLY_STORE__{name}": value for name, value in environ.items()}).store()
+
+
+def refusal(text: str | None = None, **environ: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        store(text, **environ)
+    assert caught.value.disposition is Disposition.REFUSE
+    assert caught.value.remedy
+    return caught.value
+
+
+class TestOrder:
+    def test_nothing_given_is_a_working_store(self) -> None:
+        config = settings(environ={"XDG_RUNTIME_DIR": "/run/user/7"}).store()
+        assert config.socket == "/run/user/7/kvtally/store.sock"
+        assert config.memory_bytes == available_memory_bytes() // 4 // MIB * MIB
+        assert config.verify_reads
+        assert (config.disk, config.disk_bytes, config.tcp, config.token, config.admin) == ("", 0, "", "", "")
+
+    def test_without_a_runtime_directory_the_socket_is_the_users_own(self) -> None:
+        path = Path(settings().socket())
+        assert (path.parent.name, path.name) == (f"kvtally-{os.getuid()}", "store.sock")
+
+    def test_flag_beats_environment_beats_file_beats_default(self) -> None:
+        text = "store: {memory: 32MiB, disk: cache, disk_size: 20MiB}"
+        environ = {"KVTALLY_STORE__MEMORY": "48MiB", "KVTALLY_STORE__DISK_SIZE": "24MiB"}
+        given = settings(text, environ=environ, flags={"store.memory": "64MiB", "store.tcp": None})
+        config = given.store()
+        assert (config.memory_bytes, config.disk_bytes) == (64 * MIB, 24 * MIB)
+        assert config.disk == str(Path.cwd() / "cache")
+        origins = {row.key: (row.origin, row.where) for row in given.shown()}
+        assert origins["store.memory"] == (Origin.FLAG, "--memory")
+        assert origins["store.disk_size"] == (Origin.ENVIRONMENT, "KVTALLY_STORE__DISK_SIZE")
+        assert origins["store.disk"] == (Origin.FILE, str(Path.cwd() / "kvtally.yaml"))
+        assert origins["store.tcp"] == (Origin.DEFAULT, "")
+        assert origins.keys() == SETTINGS.keys()
+
+    def test_a_switch_can_be_turned_both_ways(self) -> None:
+        assert not store("store: {verify_reads: false}").verify_reads
+        assert store(None, VERIFY_READS="on").verify_reads
+        given = settings(environ={"KVTALLY_STORE__VERIFY_READS": "true"}, flags={"store.verify_reads": False})
+        assert not given.store().verify_reads
+        row = next(row for row in given.shown() if row.key == "store.verify_reads")
+        assert row.where == "--no-verify-reads"
+
+    def test_the_file_is_the_flags_then_the_variables_then_the_directorys(self) -> None:
+        for name, size in (("a.yaml", "32MiB"), ("b.yaml", "48MiB"), ("kvtally.yaml", "64MiB")):
+            Path(name).write_text(f"store: {{memory: {size}}}", encoding="utf-8")
+        environ = {"KVTALLY_CONFIG": "b.yaml"}
+        assert load(file="a.yaml", environ=environ).store().memory_bytes == 32 * MIB
+        assert load(environ=environ).store().memory_bytes == 48 * MIB
+        assert load(environ={}).store().memory_bytes == 64 * MIB
+
+    def test_paths_of_a_file_are_relative_to_it(self, tmp_path: Path) -> None:
+        (tmp_path / "etc").mkdir()
+        (tmp_path / "etc" / "node.yaml").write_text("store: {socket: ../run/s.sock, disk: ~/cache}", encoding="utf-8")
+        config = load(file="etc/node.yaml", environ={}).store()
+        assert config.socket == str(tmp_path / "run" / "s.sock")
+        assert config.disk == os.path.expanduser("~/cache")
+
+    def test_a_name_without_a_value_says_nothing(self) -> None:
+        assert store("store:\n  disk:\n  memory: 32MiB\n").disk == ""
+        assert store("").memory_bytes == store("store:\n").memory_bytes
+
+    def test_what_an_orchestrator_sets_for_a_service_of_our_name_is_not_ours(self) -> None:
+        given = settings(environ={"KVTALLY_PORT": "tcp://10.0.0.1:80", "KVTALLY_STORE_SERVICE_HOST": "10.0.0.1"})
+        assert {row.origin for row in given.shown()} == {Origin.DEFAULT}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("text", "remedy"),
+        [
+            ("store: {memroy: 1GiB}", "Did you mean memory?"),
+            ("stor: {memory: 1GiB}", "Did you mean store?"),
+            ("store: {zzz: 1}", "Known: admin, disk"),
+        ],
+    )
+    def test_unknown_in_the_file(self, text: str, remedy: str) -> None:
+        error = refusal(text)
+        assert error.code == "KV-101"
+        assert "kvtally.yaml" in error.message
+        assert remedy in error.remedy
+
+    def test_unknown_in_the_environment(self) -> None:
+        error = refusal(None, MEMRY="1GiB")
+        assert error.code == "KV-101"
+        assert error.remedy == "Did you mean KVTALLY_STORE__MEMORY?"
+
+    @pytest.mark.parametrize(
+        "size",
+        ["lots", "", "-5", "-1GiB", "1.5.2GiB", "8GiBs", "8 G B", "1e9", "true", "[1]", "1.5", "0", "15MiB", "900PB"],
+    )
+    def test_impossible_memory(self, size: str) -> None:
+        error = refusal(f"store:\n  memory: {size or repr('')}\n")
+        assert error.code == "KV-102"
+        assert "store.memory" in error.message
+        assert "kvtally.yaml" in error.message
+        assert "GiB" in error.remedy
+
+    def test_memory_may_be_all_of_it_and_not_a_byte_more(self) -> None:
+        limit = available_memory_bytes()
+        assert store(None, MEMORY=str(limit)).memory_bytes == limit
+        assert refusal(None, MEMORY=str(limit + 1)).code == "KV-102"
+
+    def test_impossible_disk_size(self) -> None:
+        assert refusal(None, DISK="d", DISK_SIZE="900PB").code == "KV-102"
+        assert refusal(None, DISK="d", DISK_SIZE="1MB").code == "KV-102"
+        assert refusal(None, DISK_SIZE="1GiB").code == "KV-100"
+
+    def test_a_disk_that_cannot_be_looked_at(self) -> None:
+        error = refusal(None, DISK="x" * 300)
+        assert (error.code, "--disk" in error.remedy) == ("KV-103", True)
+
+    @pytest.mark.parametrize("address", ["7400", ":7400", "host:", "host:http", "host:70000", "::1:7400", "host:-1"])
+    def test_impossible_address(self, address: str) -> None:
+        error = refusal(None, TCP=address, TOKEN=TOKEN)
+        assert error.code == "KV-102"
+        assert "host:port" in error.remedy
+
+    @pytest.mark.parametrize("address", ["0.0.0.0:7401", "10.0.0.5:7401", "127.example.org:7401", "[::]:7401"])
+    def test_admin_stays_on_this_machine(self, address: str) -> None:
+        assert refusal(None, ADMIN=address).code == "KV-102"
+
+    def test_socket_path_too_long(self) -> None:
+        room = LONGEST_SOCKET_PATH_BYTES - 1
+        assert store(None, SOCKET="/" + "s" * room).socket
+        assert refusal(None, SOCKET="/" + "s" * (room + 1)).code == "KV-102"
+
+    def test_tcp_needs_a_token(self) -> None:
+        assert refusal(None, TCP="127.0.0.1:0").code == "KV-100"
+        assert refusal(None, TCP="127.0.0.1:0", TOKEN="").code == "KV-100"
+        assert store(None, TCP="127.0.0.1:0", TOKEN=TOKEN).token == TOKEN
+
+    def test_tls_needs_both_files_and_they_must_be_there(self) -> None:
+        Path("cert.pem").write_text("", encoding="utf-8")
+        assert "tls_key" in refusal(None, TLS_CERT="cert.pem").message
+        assert "missing.pem" in refusal(None, TLS_CERT="missing.pem", TLS_KEY="cert.pem").message
+
+    @pytest.mark.parametrize("text", ["store: [1", "store: [memory]", "just words", "- store", "store: {memory: 1GiB"])
+    def test_a_file_of_another_form(self, text: str) -> None:
+        error = refusal(text)
+        assert error.code == "KV-105"
+        assert "kvtally.yaml" in error.message
+        assert "\n" not in error.message
+
+    def test_a_file_that_cannot_be_read(self) -> None:
+        Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
+        for name in ("missing.yaml", ".", "binary.yaml"):
+            with pytest.raises(ConfigError) as caught:
+                load(file=name, environ={})
+            assert caught.value.code == "KV-105"
+
+    def test_text_where_a_number_was_written(self) -> None:
+        assert refusal("store: {token: 12345678901234567890}").code == "KV-100"
+        assert refusal("store: {verify_reads: maybe}").code == "KV-100"
+
+
+class TestToken:
+    def test_from_a_file_without_its_line_end(self) -> None:
+        Path("secret").write_text(TOKEN + "\n", encoding="utf-8")
+        assert store(None, TOKEN_FILE="secret").token == TOKEN
+
+    def test_unreadable_empty_or_short(self) -> None:
+        Path("empty").write_text("\n", encoding="utf-8")
+        assert refusal(None, TOKEN_FILE="missing").code == "KV-100"
+        assert refusal(None, TOKEN_FILE="empty").code == "KV-100"
+        assert refusal(None, TOKEN="short").code == "KV-100"
+
+    def test_two_in_one_place_are_refused_and_of_two_places_the_later_wins(self) -> None:
+        Path("secret").write_text(TOKEN, encoding="utf-8")
+        assert refusal(None, TOKEN=TOKEN[::-1], TOKEN_FILE="secret").code == "KV-100"
+        environ = {"KVTALLY_STORE__TOKEN": TOKEN[::-1]}
+        assert settings("store: {token_file: secret}", environ=environ).store().token == TOKEN[::-1]
+        assert settings(environ=environ, flags={"store.token_file": "secret"}).store().token == TOKEN
+
+    def test_is_never_shown(self) -> None:
+        given = settings(f"store: {{token: {TOKEN}}}")
+        assert TOKEN not in repr(given.store())
+        assert TOKEN not in str([row.value for row in given.shown()])
+        assert "12345" not in refusal("store: {token: 12345}").message
+
+
+class TestDisk:
+    def test_default_size_is_ten_times_the_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "statvfs", lambda path: _FileSystem(free_bytes=1 << 40))
+        assert store(None, DISK="d", MEMORY="32MiB").disk_bytes == 320 * MIB
+
+    def test_and_at_most_four_fifths_of_the_free_space(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "statvfs", lambda path: _FileSystem(free_bytes=100 * MIB))
+        assert store(None, DISK="d", MEMORY="32MiB").disk_bytes == 80 * MIB
+
+    def test_too_little_room(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "statvfs", lambda path: _FileSystem(free_bytes=10 * MIB))
+        assert refusal(None, DISK="d", MEMORY="32MiB").code == "KV-102"
+
+    def test_what_the_directory_holds_already_counts_as_room(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "statvfs", lambda path: _FileSystem(free_bytes=100 * MIB))
+        held = tmp_path / "d" / "deeper" / "data"
+        assert machine.disk_usable_bytes(tmp_path / "d") == 100 * MIB
+        held.parent.mkdir(parents=True)
+        held.write_bytes(os.urandom(4 * MIB))
+        assert machine.disk_usable_bytes(tmp_path / "d") == 100 * MIB + held.stat().st_blocks * 512
+
+
+class _FileSystem:
+    """What `os.statvfs` says of a file system with so much free."""
+
+    def __init__(self, *, free_bytes: int) -> None:
+        self.f_frsize = 4096
+        self.f_blocks = (1 << 44) // self.f_frsize
+        self.f_bavail = free_bytes // self.f_frsize
+
+
+class TestMemory:
+    def test_the_tightest_group_counts(self, tmp_path: Path) -> None:
+        group = tmp_path / "cgroup" / "pod" / "box"
+        group.mkdir(parents=True)
+        self._member(tmp_path, "0::/pod/box")
+        (group / "memory.max").write_text("max\n", encoding="utf-8")
+        (group.parent / "memory.max").write_text(f"{256 * MIB}\n", encoding="utf-8")
+        assert available_memory_bytes(tmp_path, tmp_path / "cgroup") == 256 * MIB
+
+    def test_version_1_and_a_path_of_the_host(self, tmp_path: Path) -> None:
+        (tmp_path / "cgroup" / "memory").mkdir(parents=True)
+        self._member(tmp_path, "9:cpu,cpuacct:/x\n4:memory:/docker/a b")
+        (tmp_path / "cgroup" / "memory" / "memory.limit_in_bytes").write_text(f"{128 * MIB}\n", encoding="utf-8")
+        assert available_memory_bytes(tmp_path, tmp_path / "cgroup") == 128 * MIB
+
+    def test_without_groups_it_is_the_machines(self, tmp_path: Path) -> None:
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        assert available_memory_bytes(tmp_path, tmp_path) == physical
+
+    @staticmethod
+    def _member(proc: Path, lines: str) -> None:
+        (proc / "self").mkdir()
+        (proc / "self" / "cgroup").write_text(lines + "\n", encoding="utf-8")
+
+
+class TestUnits:
+    @pytest.mark.parametrize(
+        ("text", "size_bytes"),
+        [
+            ("0", 0),
+            ("8GiB", 8 << 30),
+            ("8g", 8 << 30),
+            ("500 MB", 500_000_000),
+            (" 1.5 KiB ", 1536),
+            ("9007199254740993", 9007199254740993),
+            ("512b", 512),
+        ],
+    )
+    def test_sizes(self, text: str, size_bytes: int) -> None:
+        assert parse_size(text) == size_bytes
+
+    @given(st.integers(min_value=0, max_value=1 << 55))
+    def test_what_is_written_can_be_read(self, size_bytes: int) -> None:
+        assert parse_size(human_size(size_bytes)) == pytest.approx(size_bytes, rel=0.06, abs=1)
+
+    @given(st.text())
+    def test_any_text_is_a_size_or_a_value_error(self, text: str) -> None:
+        with contextlib.suppress(ValueError):
+            assert parse_size(text) >= 0
+
+    def test_addresses(self) -> None:
+        assert split_address("[::1]:7400") == ("::1", 7400)
+        assert split_address("node-3:0") == ("node-3", 0)
+
+
+class TestDocumentation:
+    def test_operations_has_the_table(self) -> None:
+        text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+        assert settings_table() in text, "replace the table in docs/operations.md with that of settings_table()"
+
+    def test_every_setting_fills_a_field(self) -> None:
+        assert {setting.field or setting.name for setting in SETTINGS.values()} == set(StoreConfig.__struct_fields__)
+
+    def test_the_example_works_and_names_every_setting_that_has_a_flag(self) -> None:
+        path = ROOT / "examples" / "store.yaml"
+        assert load(file=str(path), environ={}).store().memory_bytes == 1024 * MIB
+        text = path.read_text(encoding="utf-8")
+        assert [
+            setting.name for setting in SETTINGS.values() if setting.has_flag and f"{setting.name}: " not in text
+        ] == []

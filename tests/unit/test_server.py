@@ -1,0 +1,632 @@
+"""The daemon's edge: who gets in, what ends a connection, what passes through, and how it starts and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import shutil
+import signal
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvtally import __version__
+from kvtally.config import StoreConfig
+from kvtally.errors import ConfigError
+from kvtally.shm import Mapping
+from kvtally.store import server
+from kvtally.store.server import StoreServer, new_event_loop
+from kvtally.store.tiers.base import ObjectRecord
+from kvtally.testing.tiers import MemoryTier
+from kvtally.wire.auth import proof
+from kvtally.wire.frames import encode
+from kvtally.wire.limits import MIB, Limits
+from kvtally.wire.messages import (
+    PROTOCOL_VERSION,
+    Done,
+    Found,
+    Greeting,
+    Hello,
+    Lookup,
+    Ping,
+    PutBegin,
+    PutSlots,
+    Refused,
+    Request,
+    SlotsGet,
+    Staged,
+    Stats,
+    StatsGet,
+    Welcome,
+)
+from tests.unit.shell import (
+    CHAIN,
+    DEADLINE_S,
+    LOOKUP,
+    OBJECT_BYTES,
+    PUT,
+    TOKEN,
+    Bench,
+    LoopFactory,
+    Running,
+    eventually,
+    pieces_of,
+    put,
+)
+
+ROOT = Path(__file__).parents[2]
+LOOPS = [new_event_loop, asyncio.new_event_loop]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    bench.close()
+
+
+# ---- what passes through
+
+
+@pytest.mark.parametrize("loop_factory", LOOPS)
+def test_bytes_written_through_the_mapping_are_the_arenas(bench: Bench, loop_factory: LoopFactory) -> None:
+    running = bench.start(loop_factory=loop_factory)
+    peer = bench.client()
+    assert peer.greeting is not None
+    assert (peer.greeting.version, peer.greeting.arena_bytes, len(peer.fds)) == (__version__, 4 * MIB, 2)
+    mapping, data = peer.map(), os.urandom(OBJECT_BYTES)
+    put(peer, mapping, data)
+
+    reader = bench.client()
+    found = reader.ask(LOOKUP)
+    assert isinstance(found, Found)
+    assert (found.end_tokens, found.staging) == (256, 0)
+    slots = reader.ask(SlotsGet(8, found.lease))
+    pieces = pieces_of(slots.slots[0].pieces)  # type: ignore[union-attr]
+    assert b"".join(bytes(view) for view in running.server.arena.views(pieces)) == data
+    mapping.close()
+
+
+def test_pipelined_requests_are_all_answered_in_order(bench: Bench) -> None:
+    bench.start()
+    peer = bench.client()
+    peer.socket.sendall(b"".join(encode(Ping(number)) for number in range(1000)))
+    assert [peer.receive().id for _ in range(1000)] == list(range(1000))  # type: ignore[union-attr]
+
+
+def test_a_frame_may_come_byte_by_byte(bench: Bench) -> None:
+    bench.start()
+    peer = bench.client()
+    for byte in encode(Ping(5)):
+        peer.socket.sendall(bytes([byte]))
+    assert peer.receive() == Done(5)
+
+
+def test_a_waiting_lookup_is_answered_at_its_deadline_without_traffic(bench: Bench) -> None:
+    bench.start()
+    writer, reader = bench.client(), bench.client()
+    assert isinstance(writer.ask(PutBegin(2, [PUT])), PutSlots)
+    begun = time.monotonic()
+    found = reader.ask(Lookup(3, CHAIN, [256], 256, wait_ms=100))
+    assert isinstance(found, Found)
+    assert (found.end_tokens, found.reason) == (0, "pending")
+    assert 0.09 < time.monotonic() - begun < 5
+
+
+def test_stats_over_the_wire_show_the_shell_too(bench: Bench) -> None:
+    running = bench.start()
+    eventually(lambda: running.server.arena.populated_bytes == 4 * MIB)
+    reply = bench.client(namespace=None).ask(StatsGet(4))
+    assert isinstance(reply, Stats)
+    assert reply.stats["server"]["populated_bytes"] == 4 * MIB  # type: ignore[index]
+    assert len(reply.stats["clients"]) == 1  # type: ignore[arg-type]
+
+
+# ---- who gets in
+
+
+def test_another_user_is_refused_before_it_gets_anything(bench: Bench) -> None:
+    running = bench.start(StoreServer(bench.config(), allowed_uids=frozenset({os.geteuid() + 1})))
+    peer = bench.connect()
+    refused = peer.receive()
+    assert isinstance(refused, Refused)
+    assert (refused.id, refused.code, peer.fds) == (0, "KV-205", [])
+    assert peer.is_closed()
+    assert running.stats("server", "ended") == {"KV-205": 1}
+
+
+def test_the_socket_is_its_owners_alone(bench: Bench) -> None:
+    bench.start()
+    path = Path(bench.path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_one_client_too_many_is_refused(bench: Bench) -> None:
+    running = bench.start(StoreServer(bench.config(), limits=Limits(clients=2)))
+    first, _ = bench.client(), bench.client()
+    third = bench.connect()
+    third.greet()
+    refused = third.hello()
+    assert isinstance(refused, Refused)
+    assert (refused.id, refused.code) == (0, "KV-301")
+    assert third.is_closed()
+    first.close()
+    eventually(lambda: len(running.stats("clients")) == 1)  # type: ignore[arg-type]
+    bench.client()
+
+
+def test_strangers_do_not_crowd_out_clients(bench: Bench) -> None:
+    running = bench.start()
+    strangers = [bench.connect() for _ in range(64)]
+    for stranger in strangers:
+        stranger.greet()
+    late = bench.connect()
+    refused = late.receive()
+    assert isinstance(refused, Refused)
+    assert refused.code == "KV-301"
+    strangers[0].close()
+    eventually(lambda: len(running.strangers()) < 64)
+    bench.client()
+
+
+def test_a_client_that_leaks_old_connections_is_stopped(bench: Bench) -> None:
+    """Pipes outlive sockets, so they have a bound of their own."""
+    running = bench.start(StoreServer(bench.config(), limits=Limits(clients=1)))
+    for _ in range(2 + 64):
+        peer = bench.connect()
+        peer.greet()
+        peer.socket.close()
+        eventually(lambda: not running.strangers())
+    refused = bench.connect().receive()
+    assert isinstance(refused, Refused)
+    assert refused.code == "KV-301"
+    peer.close()
+    eventually(lambda: isinstance(bench.connect().receive(), Greeting))
+
+
+def test_without_a_hello_the_connection_ends(bench: Bench) -> None:
+    bench.start(StoreServer(bench.config(), hello_timeout_s=0.1))
+    peer = bench.connect()
+    peer.greet()
+    refused = peer.receive()
+    assert isinstance(refused, Refused)
+    assert refused.code == "KV-501"
+    assert peer.is_closed()
+
+
+def test_a_refused_hello_does_not_stop_the_clock(bench: Bench) -> None:
+    bench.start(StoreServer(bench.config(), hello_timeout_s=0.2))
+    peer = bench.connect()
+    peer.greet()
+    refused = peer.ask(Hello(1, PROTOCOL_VERSION + 1, "from the future"))
+    assert isinstance(refused, Refused)
+    assert (refused.id, refused.code) == (1, "KV-201")
+    assert peer.is_closed()
+
+
+def test_a_welcomed_client_may_be_silent(bench: Bench) -> None:
+    bench.start(StoreServer(bench.config(), hello_timeout_s=0.1))
+    peer = bench.client()
+    time.sleep(0.3)  # nothing to wait for: the point is that nothing happens
+    assert peer.ask(Ping(2)) == Done(2)
+
+
+# ---- malformed input
+
+BAD_FRAMES = [
+    b"\xff\xff\xff\xff",  # announces 4 GiB
+    b"\x01\x00\x00\x00\xc1",  # a byte msgpack never uses
+    b"\x00\x00\x00\x00",  # an empty message
+    b"\x0b\x00\x00\x00\x92\xa7unknown\x00\x00",
+    encode(Done(1)),  # a reply is no request
+    (Limits().frame_bytes + 1).to_bytes(4, "little") + b"x" * 1000,
+]
+
+
+@pytest.mark.parametrize("frame", BAD_FRAMES)
+@pytest.mark.parametrize("greeted", [True, False])
+def test_a_malformed_frame_ends_that_connection_and_no_other(bench: Bench, frame: bytes, greeted: bool) -> None:
+    running = bench.start()
+    bystander = bench.client()
+    peer = bench.client() if greeted else bench.connect()
+    if not greeted:
+        peer.greet()
+    peer.socket.sendall(frame)
+    refused = peer.receive()
+    assert isinstance(refused, Refused)
+    assert (refused.id, refused.code) == (0, "KV-503")
+    assert peer.is_closed()
+    assert bystander.ask(Ping(2)) == Done(2)
+    assert running.stats("server", "ended") == {"KV-503": 1}
+
+
+def test_the_first_message_must_be_hello(bench: Bench) -> None:
+    bench.start()
+    peer = bench.connect()
+    peer.greet()
+    refused = peer.ask(Ping(1))
+    assert isinstance(refused, Refused)
+    assert (refused.id, refused.code) == (0, "KV-503")
+    assert peer.is_closed()
+
+
+def test_a_client_that_does_not_read_is_cut_off(bench: Bench) -> None:
+    running = bench.start(StoreServer(bench.config(), limits=Limits(unsent_bytes_per_client=64 * 1024)))
+    bystander, peer = bench.client(), bench.client()
+    request = encode(StatsGet(1)) * 100
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        for _ in range(200):
+            peer.socket.sendall(request)
+    eventually(lambda: running.server.hub.ended["KV-300"] == 1)
+    assert peer.is_closed()
+    assert bystander.ask(Ping(2)) == Done(2)
+
+
+@pytest.mark.parametrize("loop_factory", LOOPS)
+def test_a_bug_in_the_store_ends_one_connection_only(
+    bench: Bench, loop_factory: LoopFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = bench.start(loop_factory=loop_factory)
+    bystander, peer = bench.client(), bench.client()
+    handle = running.server.hub.store.handle
+
+    def stumble(session: int, request: Request, now_ns: int) -> None:
+        if request.id == 666:
+            raise ZeroDivisionError("a bug")
+        handle(session, request, now_ns)
+
+    monkeypatch.setattr(running.server.hub.store, "handle", stumble)
+    peer.socket.sendall(encode(Ping(666)))
+    assert peer.is_closed()
+    assert bystander.ask(Ping(2)) == Done(2)
+    eventually(lambda: len(running.stats("clients")) == 1)  # type: ignore[arg-type]
+
+
+# ---- writers that die
+
+
+def limbo(running: Running) -> object:
+    return running.stats("arena", "limbo_bytes")
+
+
+def test_slots_of_a_disconnected_writer_wait_for_its_pipe(bench: Bench) -> None:
+    running = bench.start()
+    peer = bench.client()
+    assert isinstance(peer.ask(PutBegin(2, [PUT])), PutSlots)
+    peer.socket.close()
+    eventually(lambda: running.stats("clients") == [])
+    assert limbo(running) == 8192
+    peer.close_pipe()
+    eventually(lambda: limbo(running) == 0)
+    assert running.stats("arena", "used_bytes") == 0
+
+
+def test_a_killed_writer_leaves_nothing_behind(bench: Bench) -> None:
+    running = bench.start()
+    script = (
+        "import socket, sys, time; from tests.unit import shell\n"
+        "s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); peer = shell.Peer(s); peer.greet(); peer.hello()\n"
+        "peer.ask(shell.PutBegin(2, [shell.PUT])); print('begun', flush=True); time.sleep(60)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", script, bench.path], stdout=subprocess.PIPE, cwd=ROOT)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"begun\n"
+    assert running.stats("arena", "used_bytes") == 8192
+    child.send_signal(signal.SIGKILL)
+    child.wait(DEADLINE_S)
+    child.stdout.close()
+    eventually(lambda: running.stats("arena", "used_bytes") == 0)
+    assert (running.stats("clients"), limbo(running)) == ([], 0)
+
+
+def test_a_tool_that_gives_its_descriptors_back_may_ask_but_not_write(bench: Bench) -> None:
+    running = bench.start()
+    peer = bench.connect()
+    peer.greet()
+    peer.close_pipe()
+    eventually(lambda: [stranger.has_arena for stranger in running.strangers()] == [False])
+    assert isinstance(peer.hello(), Welcome)
+    assert peer.ask(Ping(2)) == Done(2)
+    refused = peer.ask(PutBegin(3, [PUT]))
+    assert isinstance(refused, Refused)
+    assert refused.code == "KV-204"
+
+
+def test_what_a_client_writes_into_its_pipe_means_nothing(bench: Bench) -> None:
+    bench.start()
+    peer = bench.client()
+    os.write(peer.fds[1], b"x" * 10_000)
+    assert peer.ask(Ping(2)) == Done(2)
+
+
+# ---- TCP
+
+
+def test_tcp_with_the_right_token(bench: Bench) -> None:
+    running = bench.start(tcp="127.0.0.1:0", token=TOKEN)
+    first, second = bench.connect_tcp(running), bench.connect_tcp(running)
+    assert first.greet().nonce != second.greet().nonce
+    assert first.greeting is not None
+    assert len(first.greeting.nonce) == 32
+    assert isinstance(first.hello(proof=proof(TOKEN, first.greeting.nonce)), Welcome)
+    assert first.ask(Ping(2)) == Done(2)
+    refused = first.ask(PutBegin(3, [PUT]))
+    assert isinstance(refused, Refused)
+    assert refused.code == "KV-204"
+
+
+@pytest.mark.parametrize("wrong", ["missing", "other token", "other nonce"])
+def test_tcp_without_the_right_token(bench: Bench, wrong: str) -> None:
+    running = bench.start(tcp="127.0.0.1:0", token=TOKEN)
+    peer = bench.connect_tcp(running)
+    nonce = peer.greet().nonce
+    answers = {"missing": b"", "other token": proof("guess", nonce), "other nonce": proof(TOKEN, bytes(32))}
+    refused = peer.hello(proof=answers[wrong])
+    assert isinstance(refused, Refused)
+    assert (refused.id, refused.code) == (0, "KV-205")
+    assert peer.is_closed()
+    assert running.stats("clients") == []
+
+
+def test_silent_tcp_strangers_are_closed_and_do_not_block_the_unix_socket(bench: Bench) -> None:
+    running = bench.start(StoreServer(bench.config(tcp="127.0.0.1:0", token=TOKEN), hello_timeout_s=0.5))
+    strangers = [bench.connect_tcp(running) for _ in range(64)]
+    for stranger in strangers:
+        stranger.greet()
+    assert isinstance(bench.connect_tcp(running).receive(), Refused)
+    bench.client()
+    assert all(stranger.is_closed() for stranger in strangers)
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command")
+    directory = tmp_path_factory.mktemp("tls")
+    cert, key = directory / "cert.pem", directory / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*command.split(), *names], check=True, capture_output=True, timeout=30)
+    return cert, key
+
+
+def test_tcp_with_tls(bench: Bench, certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    running = bench.start(tcp="127.0.0.1:0", token=TOKEN, tls_cert=str(cert), tls_key=str(key))
+    peer = bench.connect_tls(running, ssl.create_default_context(cafile=str(cert)))
+    assert isinstance(peer.hello(proof=proof(TOKEN, peer.greet().nonce)), Welcome)
+    assert peer.ask(Ping(2)) == Done(2)
+    plain = bench.connect_tcp(running)
+    plain.socket.sendall(encode(Ping(1)))
+    with contextlib.suppress(ConnectionResetError):
+        assert not plain.socket.recv(100).startswith(b"\x00")  # an alert at most, never a frame
+
+
+# ---- starting and stopping
+
+
+def refusal(config: StoreConfig) -> ConfigError:
+    with pytest.raises(ConfigError) as info:
+        Running(StoreServer(config))
+    return info.value
+
+
+def test_a_second_store_on_the_same_socket_is_refused(bench: Bench) -> None:
+    bench.start()
+    peer = bench.client()
+    inode = os.stat(bench.path).st_ino
+    assert refusal(bench.config()).code == "KV-104"
+    assert os.stat(bench.path).st_ino == inode
+    assert peer.ask(Ping(2)) == Done(2)
+    bench.client()
+
+
+def test_a_stale_socket_is_taken_over(bench: Bench) -> None:
+    Path(bench.path).parent.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(bench.path)
+    bench.start()
+    bench.client()
+
+
+def test_stopping_closes_connections_and_removes_the_socket(bench: Bench) -> None:
+    running = bench.start()
+    peer = bench.client()
+    running.stop()
+    assert peer.is_closed()
+    assert not Path(bench.path).exists()
+    bench.start()
+    bench.client()
+
+
+def open_descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("loop_factory", LOOPS)
+def test_a_stopped_store_has_let_go_of_everything(bench: Bench, tmp_path: Path, loop_factory: LoopFactory) -> None:
+    settings: dict[str, object] = {"tcp": "127.0.0.1:0", "admin": "127.0.0.1:0", "token": TOKEN}
+    settings |= {"disk": str(tmp_path / "disk"), "disk_bytes": 16 * MIB}
+    before, threads = open_descriptors(), threading.active_count()
+    running = bench.start(StoreServer(bench.config(**settings)), loop_factory=loop_factory)
+    peers = [bench.client(), bench.connect(), bench.connect_tcp(running)]
+    refusal(bench.config(**settings))
+    running.stop()
+    for peer in peers:
+        peer.close()
+    assert (open_descriptors(), threading.active_count()) == (before, threads)
+
+
+def test_a_file_that_is_no_socket_is_left_alone(bench: Bench) -> None:
+    path = Path(bench.path)
+    path.parent.mkdir(mode=0o700)
+    path.write_text("precious")
+    assert refusal(bench.config()).code == "KV-102"
+    assert path.read_text() == "precious"
+
+
+def test_a_directory_others_can_write_is_refused(bench: Bench) -> None:
+    directory = Path(bench.path).parent
+    directory.mkdir()
+    directory.chmod(0o777)
+    assert refusal(bench.config()).code == "KV-103"
+    assert list(directory.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"socket": "/tmp/" + "x" * 200}, "KV-102"),
+        ({"memory_bytes": 1 << 60}, "KV-102"),
+        ({"tcp": "127.0.0.1:0"}, "KV-100"),
+        ({"tcp": "127.0.0.1:0", "token": TOKEN, "tls_cert": "/nowhere", "tls_key": "/nowhere"}, "KV-100"),
+        ({"tcp": "nonsense", "token": TOKEN}, "KV-102"),
+        ({"admin": "0.0.0.0:0"}, "KV-102"),
+        ({"admin": "127.0.0.1.example.org:80"}, "KV-102"),
+        ({"admin": "nonsense"}, "KV-102"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_serves(
+    bench: Bench, settings: dict[str, object], code: str
+) -> None:
+    error = refusal(bench.config(**settings))
+    assert (error.code, bool(error.remedy)) == (code, True)
+    assert not Path(bench.path).exists()
+
+
+@pytest.mark.parametrize("setting", ["tcp", "admin"])
+def test_a_port_in_use_is_refused(bench: Bench, setting: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings: dict[str, object] = {setting: f"127.0.0.1:{taken.getsockname()[1]}", "token": TOKEN}
+        assert refusal(bench.config(**settings)).code == "KV-104"
+    bench.start()  # the refused start gave everything back
+
+
+def test_running_out_of_memory_stops_the_store(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(self: Mapping, offset: int, length: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(Mapping, "populate", no_memory)
+    running = bench.start()
+    running._thread.join(DEADLINE_S)
+    assert running.server.failure is not None
+    assert running.server.failure.code == "KV-102"
+
+
+def test_what_was_committed_is_served_from_disk_after_a_restart(bench: Bench, tmp_path: Path) -> None:
+    """Stopping right after the commit: the write-behind is let finish."""
+    running = bench.start(disk=str(tmp_path / "disk"), disk_bytes=16 * MIB)
+    peer, data = bench.client(), os.urandom(OBJECT_BYTES)
+    mapping = peer.map()
+    put(peer, mapping, data)
+    mapping.close()
+    running.stop()
+
+    again = bench.start(disk=str(tmp_path / "disk"), disk_bytes=16 * MIB)
+    reader = bench.client()
+    found = reader.ask(LOOKUP)
+    assert isinstance(found, Found)
+    assert found.staging == 1
+    staged = reader.receive()
+    assert isinstance(staged, Staged)
+    assert (staged.lease, staged.end_tokens) == (found.lease, 256)
+    slots = reader.ask(SlotsGet(8, found.lease))
+    views = again.server.arena.views(pieces_of(slots.slots[0].pieces))  # type: ignore[union-attr]
+    assert b"".join(bytes(view) for view in views) == data
+
+
+class SlowTier(MemoryTier):
+    """Each write waits until it is let through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.let_through = threading.Event(), threading.Event()
+        self.is_closed = False
+
+    def write(self, record: ObjectRecord, source: Sequence[memoryview]) -> None:
+        self.entered.set()
+        assert self.let_through.wait(DEADLINE_S)
+        super().write(record, source)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def start_with_unwritten_object(bench: Bench, tier: SlowTier) -> Running:
+    running = bench.start(StoreServer(bench.config(), open_tiers=lambda config: [tier]))
+    peer = bench.client()
+    mapping = peer.map()
+    put(peer, mapping, bytes(OBJECT_BYTES))
+    mapping.close()
+    assert tier.entered.wait(DEADLINE_S)
+    return running
+
+
+def test_stopping_waits_for_what_is_on_its_way_down(bench: Bench) -> None:
+    tier = SlowTier()
+    running = start_with_unwritten_object(bench, tier)
+    threading.Timer(0.2, tier.let_through.set).start()
+    running.stop()
+    assert len(tier.objects) == 1
+    assert tier.is_closed
+
+
+def test_stopping_does_not_wait_for_a_hung_device(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "DRAIN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(server, "_MOVER_STOP_TIMEOUT_S", 0.1)
+    tier = SlowTier()
+    running = start_with_unwritten_object(bench, tier)
+    begun = time.monotonic()
+    running.stop()
+    assert time.monotonic() - begun < 5
+    assert not tier.is_closed  # a thread is still inside
+    tier.let_through.set()
+
+
+def start_process(path: str) -> subprocess.Popen[bytes]:
+    script = (
+        "import sys; from kvtally.store.server import run; from kvtally.config import StoreConfig\n"
+        "sys.exit(run(StoreConfig(socket=sys.argv[1], memory_bytes=1 << 22, admin='127.0.0.1:0'),"
+        " on_ready=lambda: print('ready', flush=True)))\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", script, path], stdout=subprocess.PIPE, cwd=ROOT)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"ready\n"
+    return child
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_process_ends_with_0_on_a_signal(bench: Bench, number: signal.Signals) -> None:
+    with start_process(bench.path) as child:
+        bench.client()
+        child.send_signal(number)
+        assert child.wait(DEADLINE_S) == 0
+    assert not Path(bench.path).exists()
+
+
+def test_an_idle_store_uses_no_processor(bench: Bench) -> None:
+    with start_process(bench.path) as child:
+        bench.client()
+        time.sleep(0.3)  # pre-faulting and start-up are over
+
+        def used_s() -> float:
+            fields = Path(f"/proc/{child.pid}/stat").read_text().rsplit(")", 1)[1].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+        begun = used_s()
+        time.sleep(1.0)
+        assert used_s() - begun <= 0.01
+        child.terminate()
+        assert child.wait(DEADLINE_S) == 0
