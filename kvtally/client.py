@@ -157,6 +157,10 @@ class StoreClient:
         """Make all the progress that is possible without waiting: send, receive, reconnect, expire."""
         self._link.poll()
 
+    def step(self, wait_s: float) -> None:
+        """Wait at most so long for something to happen, then poll."""
+        self._link.step(time.monotonic_ns() + int(wait_s * 1e9))
+
     def close(self) -> None:
         """Let go of the store. Idempotent."""
         self._link.close()

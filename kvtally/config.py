@@ -32,6 +32,7 @@ LONGEST_SOCKET_PATH_BYTES = 107  # sockaddr_un holds 108, with the closing zero
 DEFAULT_FILE = "kvtally.yaml"
 FILE_VARIABLE = "KVTALLY_CONFIG"
 HIDDEN = "(hidden)"
+EXTRA = "kv_connector_extra_config"
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,12 +54,24 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return f"StoreConfig({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
+class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the connector inside an engine runs with."""
+
+    store: str
+    autostart: bool = True
+    wait_ms: int = 2000
+    on_unsupported: str = "refuse"
+    allow_untested: bool = False
+    model_identity: str = ""
+
+
 class Origin(StrEnum):
     """Where a value comes from; later ones win."""
 
     DEFAULT = "default"
     FILE = "file"
     ENVIRONMENT = "environment"
+    ENGINE = "engine"
     FLAG = "flag"
 
 
@@ -84,15 +97,23 @@ def load(
     *,
     file: str | None = None,
     flags: Mapping[str, str | bool | None] | None = None,
+    extra: Mapping[str, object] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Settings:
-    """Collect what file, environment and flags give. `flags` go by key (`store.memory`); None means not given."""
+    """Collect what file, environment, an engine's `kv_connector_extra_config` (`extra`) and flags give.
+
+    `flags` go by key (`store.memory`); None means not given.
+    """
     environ = os.environ if environ is None else environ
     given: dict[str, Given] = {}
     path = _find_file(file, environ)
     if path is not None:
         given |= _from_file(path)
     given |= _from_environment(environ)
+    for name, value in (extra or {}).items():
+        if f"connector.{name}" not in SETTINGS:
+            raise _unknown(f"setting {name!r} in {EXTRA}", name, _names("connector"))
+        given[f"connector.{name}"] = Given(value, Origin.ENGINE, EXTRA, Path.cwd())
     for key, raw in (flags or {}).items():
         if raw is not None:
             flag = SETTINGS[key].flag
@@ -136,6 +157,16 @@ class Settings:
             raise _wrong("only one of store.tls_cert and store.tls_key is given", "Give both, or neither.")
         return config
 
+    def connector(self) -> ConnectorConfig:
+        return ConnectorConfig(
+            store=self._path("connector.store") or self.socket(),
+            autostart=self._switch("connector.autostart", default=True),
+            wait_ms=self._number("connector.wait_ms", default=2000, most=600_000),
+            on_unsupported=self._choice("connector.on_unsupported", ("refuse", "serve")),
+            allow_untested=self._switch("connector.allow_untested", default=False),
+            model_identity=self._plain("connector.model_identity"),
+        )
+
     def socket(self) -> str:
         path = self._path("store.socket") or _default_socket(self._environ)
         if len(os.fsencode(path)) > LONGEST_SOCKET_PATH_BYTES:
@@ -147,11 +178,11 @@ class Settings:
 
     def shown(self) -> list[Shown]:
         """Every setting with its value and origin, secrets hidden."""
-        values = msgspec.structs.asdict(self.store())
+        values = {"store": msgspec.structs.asdict(self.store()), "connector": msgspec.structs.asdict(self.connector())}
         rows = []
         for key, setting in SETTINGS.items():
             given = self._given.get(key)
-            value = values[setting.field or setting.name]
+            value = values[setting.section][setting.field or setting.name]
             if key == "store.token_file":
                 value = self._path(key)
             elif key == "store.token":
@@ -256,6 +287,26 @@ class Settings:
                 "Check the path, its owner and its mode.",
             )
         return path
+
+    def _plain(self, key: str) -> str:
+        given = self._given.get(key)
+        return _text(key, given) if given else ""
+
+    def _choice(self, key: str, words: tuple[str, ...]) -> str:
+        """One of these words; the first is the default."""
+        word = self._plain(key) or words[0]
+        if word not in words:
+            raise _wrong(f"{_told(key, self._given[key])} is not known", f"Write {' or '.join(words)}.")
+        return word
+
+    def _number(self, key: str, *, default: int, most: int) -> int:
+        given = self._given.get(key)
+        if given is None:
+            return default
+        text = str(given.raw)
+        if isinstance(given.raw, bool) or not text.isdecimal() or int(text) > most:
+            raise _unusable(f"{_told(key, given)} is not a whole number up to {most}", f"For example {default}.")
+        return int(text)
 
     def _switch(self, key: str, *, default: bool) -> bool:
         given = self._given.get(key)

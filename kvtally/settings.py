@@ -16,7 +16,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     section: str = "store"
     name: str
-    field: str = ""  # of StoreConfig, where it is not the name
+    field: str = ""  # of the section's config, where it is not the name
     description: str
     default: str
     example: str
@@ -113,6 +113,55 @@ SETTINGS: dict[str, Setting] = {
             description="Loopback address of the admin HTTP server: /health, /metrics, /inspect.",
             default="no admin server",
             example="127.0.0.1:7401",
+        ),
+        Setting(
+            section="connector",
+            name="store",
+            description="The store an engine uses: its unix socket.",
+            default="store.socket",
+            example="/run/kvtally/store.sock",
+            has_flag=False,
+        ),
+        Setting(
+            section="connector",
+            name="autostart",
+            description="Start a store where none answers. It outlives the engine.",
+            default="true",
+            example="false",
+            has_flag=False,
+        ),
+        Setting(
+            section="connector",
+            name="wait_ms",
+            description="Longest time a request waits for its lookup and staging before it is computed.",
+            default="2000",
+            example="500",
+            has_flag=False,
+        ),
+        Setting(
+            section="connector",
+            name="on_unsupported",
+            description="What to do in an engine that cannot be served correctly: refuse (stop its start) or serve "
+            "(run it without reuse).",
+            default="refuse",
+            example="serve",
+            has_flag=False,
+        ),
+        Setting(
+            section="connector",
+            name="allow_untested",
+            description="Run in a vLLM version that was not tested.",
+            default="false",
+            example="true",
+            has_flag=False,
+        ),
+        Setting(
+            section="connector",
+            name="model_identity",
+            description="Name of the weights, where they cannot be identified by commit or content.",
+            default="the commit, or a digest of the weight files",
+            example="my-model-v3",
+            has_flag=False,
         ),
     )
 }

@@ -1,0 +1,23 @@
+"""The connector: kvtally inside unmodified vLLM. The only package that imports vllm.
+
+    connector.py   the class vLLM sees; delegates, and turns every exception into a miss
+    scheduler.py   scheduler half: what to load, what to save, which blocks to hold meanwhile
+    inquiry.py     the scheduler half's thread: chains, lookups, staging, receipts; all talk with the store
+    worker.py      worker half: one thread that copies between engine blocks and arena slots
+    layout.py      vLLM's KV-cache configuration → namespace and geometry
+    identity.py    which weights are these?
+    compat.py      which vLLM is this?
+
+vLLM finds it by the entry point `vllm.general_plugins`, so that a user writes nothing but
+`--kv-transfer-config '{"kv_connector": "KVTally", "kv_role": "kv_both"}'`.
+"""
+
+NAME = "KVTally"
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(NAME, "kvtally.vllm.connector", "KVTallyConnector")

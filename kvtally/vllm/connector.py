@@ -1,0 +1,248 @@
+"""The class vLLM sees. It delegates to the two halves and owns one thing: the edge.
+
+An exception inside a connector method kills the engine. So each method that vLLM calls while it serves goes through
+`edge`, which logs the exception once, counts it and answers what means "nothing reused" there. Only at start may an
+error come out: a setting or a model we cannot serve is refused with its remedy.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtally.client import StoreClient
+from kvtally.config import ConnectorConfig, load
+from kvtally.errors import IncompatibleError
+from kvtally.vllm.autostart import ensure_store
+from kvtally.vllm.compat import require_supported
+from kvtally.vllm.identity import model_identity
+from kvtally.vllm.inquiry import Inquiries
+from kvtally.vllm.layout import EngineLayout, engine_layout, group_layouts
+from kvtally.vllm.meta import Metadata, WorkerReport
+from kvtally.vllm.scheduler import SchedulerHalf
+from kvtally.vllm.worker import Results, WorkerHalf
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger("kvtally.vllm")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+failures: Counter[str] = Counter()  # exceptions that the edge has turned into misses, by method
+
+
+def edge(otherwise: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Answer `otherwise()` where the method raises: the engine lives on, the cache is at worst not used."""
+
+    def wrap(method: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(method)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return method(*args, **kwargs)
+            except Exception:  # the engine's edge
+                failures[method.__name__] += 1
+                if failures[method.__name__] == 1:
+                    log.exception("kvtally failed in %s; requests go on without reuse", method.__name__)
+                return otherwise()
+
+        return guarded
+
+    return wrap
+
+
+class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
+    """`kv_connector: KVTally`. One instance per process and role."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._inquiries: Inquiries | None = None
+        self._results = Results()
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        # A load that fails must be computed again; vLLM's own default would fail the request.
+        transfer.kv_load_failure_policy = "recompute"
+        settings = load(extra=transfer.kv_connector_extra_config).connector()
+        try:
+            require_supported(allow_untested=settings.allow_untested)
+            identity = settings.model_identity or self._identity(vllm_config)
+            layout = engine_layout(vllm_config, kv_cache_config, model=identity)
+        except IncompatibleError as error:
+            if settings.on_unsupported == "refuse":
+                raise
+            log.warning("kvtally serves without reuse: %s", error)
+            return
+        if role is KVConnectorRole.SCHEDULER:
+            self._start_scheduler(vllm_config, layout, settings)
+        else:
+            self._start_worker(vllm_config, layout, settings)
+
+    @staticmethod
+    def _identity(config: VllmConfig) -> str:
+        model = config.model_config
+        if str(config.load_config.load_format) == "dummy":
+            return f"dummy:{model.model}:{model.seed}"
+        return model_identity(model.model, model.revision)
+
+    def _start_scheduler(self, config: VllmConfig, layout: EngineLayout, settings: ConnectorConfig) -> None:
+        address = ensure_store(settings)
+        name = f"vllm scheduler {config.kv_transfer_config.engine_id}" if config.kv_transfer_config else "vllm"
+        self._inquiries = Inquiries(lambda: StoreClient(address, name=name, namespace=layout.namespace))
+        self._inquiries.start()
+        world = config.parallel_config.world_size
+        self._scheduler = SchedulerHalf(layout, self._inquiries, world_size=world, wait_ms=settings.wait_ms)
+        groups = ", ".join(f"{spec.kind}×{len(spec.page_bytes[0])}/{spec.block_tokens}" for spec in layout.groups)
+        log.warning(
+            "kvtally: groups [%s], chunk %d tokens, hits aligned to %d, namespace %s, store %s",
+            groups,
+            layout.namespace.chunk_tokens,
+            layout.alignment_tokens,
+            layout.namespace.digest.hex()[:12],
+            address,
+        )
+
+    def _start_worker(self, config: VllmConfig, layout: EngineLayout, settings: ConnectorConfig) -> None:
+        address = settings.store
+        rank = config.parallel_config.rank
+        name = f"vllm worker {rank}"
+        self._layout = layout
+        self._worker = WorkerHalf(layout, rank, lambda: StoreClient(address, name=name, namespace=layout.namespace))
+
+    # ---- what we are
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a save that is lost is a later miss, nothing more
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        return "LBHNC"  # one block of one layer is one run of bytes
+
+    # ---- scheduler half
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        if self._scheduler is not None:
+            self._scheduler.bind_pool(gpu_block_pool)
+
+    @edge(lambda: None)
+    def on_new_request(self, request: Request) -> None:
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
+
+    @edge(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.matched_tokens(request, num_computed_tokens) if self._scheduler else (0, False)
+
+    @edge(lambda: None)
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.after_alloc(request, blocks, num_external_tokens)
+
+    @edge(dict)
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        if self._scheduler is None or num_external_tokens == 0:
+            return {}
+        host, disk = self._scheduler.host_and_disk(request.request_id)
+        return {source: n for source, n in ((CacheHitSource.HOST, host), (CacheHitSource.DISK, disk)) if n}
+
+    @edge(Metadata)
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._scheduler.build_metadata(scheduler_output) if self._scheduler else Metadata()
+
+    @edge(lambda: None)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(report, WorkerReport):
+            self._scheduler.update(report)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @edge(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is not None:
+            self._scheduler.finished(request, block_ids)
+        return False, None
+
+    @edge(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.is_busy
+
+    # ---- worker half
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """At start: a layout that is not what vLLM's configuration says is refused."""
+        if self._worker is None or not kv_caches:
+            return
+        layouts = group_layouts(self._layout, self._kv_cache_config, kv_caches)
+        storage = next(iter(kv_caches.values())).untyped_storage()
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self._worker.register(layouts, memory.numpy())
+
+    @edge(lambda: None)
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        metadata = self._connector_metadata
+        if self._worker is not None and isinstance(metadata, Metadata):
+            self._worker.load(metadata.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are whole before a request runs."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Saves are taken after the forward."""
+
+    @edge(lambda: None)
+    def wait_for_save(self) -> None:
+        metadata = self._connector_metadata
+        if self._worker is None or not isinstance(metadata, Metadata):
+            return
+        if sys.exc_info()[0] is not None:  # vLLM calls this in a `finally`: the forward died, its blocks hold nothing
+            return
+        self._worker.save(metadata.saves)
+
+    @edge(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        self._results = self._worker.collect()
+        return KVConnectorTransferResults(finished_recving=self._results.finished, failed_recving=self._results.failed)
+
+    @edge(lambda: None)
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        news = self._results
+        return WorkerReport(news.saved, news.saved_bytes, news.loads) if self._worker is not None else None
+
+    @edge(lambda: None)
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+        if self._inquiries is not None:
+            self._inquiries.stop()

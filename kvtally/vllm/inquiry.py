@@ -1,0 +1,208 @@
+"""The scheduler half's thread: everything that takes time or talks to the store, so that no engine step ever does.
+
+    scheduler half ──ask / release / file──▶ queue ──▶ this thread ──▶ store
+    scheduler half ◀── inquiry.answer, set once ──────────┘
+
+For each inquiry: chain values of the prompt, one lookup that leases and stages, if the store knows tails beneath the
+hit one more for the longest that fits, then the wait until everything is in the arena. Whatever happens, an answer is
+set by the deadline; an answer of 0 tokens has a reason. Owns the client, which only this thread touches.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvtally.client import Call, Lease, Miss, StoreClient
+from kvtally.core.keys import chunk_ends
+from kvtally.core.receipts import Half
+from kvtally.vllm.path import Boundary, Path
+from kvtally.wire.messages import Lookup, MissReason
+
+log = logging.getLogger("kvtally.vllm")
+
+IDLE_S = 0.05
+TURN_S = 0.001  # how long one look at the socket may keep new commands waiting
+
+
+class Answer(NamedTuple):
+    """What may be promised: `end_tokens`, held by `lease` until it is released; boundaries at `ends`."""
+
+    end_tokens: int
+    ends: list[int]
+    lease: Lease | None
+    reason: str
+    wait_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Inquiry:
+    """A question about one request. `answer` and `path` are set by the thread, each once."""
+
+    tokens: Sequence[int]
+    path: Path
+    alignment_tokens: int
+    deadline_ns: int
+    asked_ns: int
+    answer: Answer | None = None
+    is_cancelled: bool = False
+    call: Call[Lease] | None = None
+    lease: Lease | None = None
+    ends: list[int] = field(default_factory=list)
+    shorter: Lease | None = None  # the hit without the tail, while the tail is asked for
+    path_ready: bool = False
+
+    @property
+    def limit_tokens(self) -> int:
+        return len(self.tokens) - 1
+
+
+class Inquiries:
+    """Start with `start()`; every method may be called from the scheduler's thread and returns at once."""
+
+    def __init__(self, connect: Callable[[], StoreClient]) -> None:
+        self._connect = connect
+        self._commands: queue.SimpleQueue[Callable[[StoreClient], None] | None] = queue.SimpleQueue()
+        self._active: list[Inquiry] = []
+        self._thread = threading.Thread(target=self._run, name="kvtally-inquiry", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def ask(self, inquiry: Inquiry) -> None:
+        self._commands.put(lambda client: self._begin(client, inquiry))
+
+    def release(self, lease: Lease) -> None:
+        self._commands.put(lambda client: self._give_back(client, lease))
+
+    def file(self, ticket: str, half: Half) -> None:
+        self._commands.put(lambda client: self._forget(client.file_receipt(ticket, half)))
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        self._commands.put(None)
+        self._thread.join(timeout_s)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        client = self._connect()
+        going = True
+        while going:
+            try:
+                going = self._turn(client)
+            except Exception:  # the supervisor's edge: one failed turn costs misses, never the engine
+                log.exception("an inquiry failed; its requests are computed")
+                for inquiry in self._active:
+                    self._settle(client, inquiry, MissReason.STORE_UNREACHABLE)
+                self._active.clear()
+        client.close()
+
+    def _turn(self, client: StoreClient) -> bool:
+        """One round: new commands, then progress for everybody. False when asked to stop."""
+        try:
+            command = self._commands.get(timeout=0 if self._active else IDLE_S)
+            while command is not None:
+                command(client)
+                command = self._commands.get_nowait()
+            return False
+        except queue.Empty:
+            pass
+        if self._active:
+            client.step(TURN_S)
+            self._active = [inquiry for inquiry in self._active if not self._advance(client, inquiry)]
+        else:
+            client.poll()
+        return True
+
+    def _begin(self, client: StoreClient, inquiry: Inquiry) -> None:
+        chunk = inquiry.path._chunk
+        limit = inquiry.limit_tokens
+        inquiry.path.extend(inquiry.tokens, limit)
+        inquiry.path_ready = True
+        inquiry.ends = chunk_ends(limit, chunk)
+        chains = inquiry.path.chains[: len(inquiry.ends)]
+        tail_end = limit // inquiry.alignment_tokens * inquiry.alignment_tokens
+        if tail_end > (inquiry.ends[-1] if inquiry.ends else 0):
+            inquiry.ends.append(tail_end)
+            chains = [*chains, inquiry.path.tail(inquiry.tokens, tail_end).chain]
+        if not inquiry.ends:
+            inquiry.answer = Answer(0, [], None, "", 0.0)
+            return
+        inquiry.call = self._hold(client, inquiry, chains)
+        self._active.append(inquiry)
+
+    @staticmethod
+    def _hold(client: StoreClient, inquiry: Inquiry, chains: list[bytes]) -> Call[Lease]:
+        question = Lookup(0, b"".join(chains), inquiry.ends, inquiry.limit_tokens, inquiry.alignment_tokens, hold=True)
+        return client.hold(question, timeout_s=max(0.001, (inquiry.deadline_ns - time.monotonic_ns()) / 1e9))
+
+    def _advance(self, client: StoreClient, inquiry: Inquiry) -> bool:
+        """One inquiry's progress; True when it is answered."""
+        if inquiry.is_cancelled or time.monotonic_ns() >= inquiry.deadline_ns:
+            self._settle(client, inquiry, MissReason.DEADLINE)
+            return True
+        if inquiry.lease is None:
+            assert inquiry.call is not None
+            result = inquiry.call.result
+            if result is None:
+                return False
+            if isinstance(result, Miss):
+                self._settle(client, inquiry, result.reason)
+                return True
+            inquiry.lease = result
+            if inquiry.shorter is None and self._ask_for_tail(client, inquiry, result):
+                return False
+        if not inquiry.lease.is_staged:
+            return False
+        self._settle(client, inquiry, inquiry.lease.reason)
+        return True
+
+    def _ask_for_tail(self, client: StoreClient, inquiry: Inquiry, lease: Lease) -> bool:
+        """Where an earlier request ended between two chunks, this one may go on from there. True if it is asked for."""
+        hit = lease.found.end_tokens
+        ends = [hit + length for length in lease.found.tails]
+        fitting = [e for e in ends if e <= inquiry.limit_tokens and e % inquiry.alignment_tokens == 0]
+        if not fitting:
+            return False
+        covered = len(inquiry.path.chains[: hit // inquiry.path._chunk])
+        tail: Boundary = inquiry.path.tail(inquiry.tokens, max(fitting))
+        if tail.start_tokens != hit or (inquiry.ends and max(fitting) <= hit):
+            return False
+        inquiry.shorter, inquiry.lease = lease, None
+        inquiry.ends = [*chunk_ends(hit, inquiry.path._chunk), tail.end_tokens]
+        inquiry.call = self._hold(client, inquiry, [*inquiry.path.chains[:covered], tail.chain])
+        return True
+
+    def _settle(self, client: StoreClient, inquiry: Inquiry, reason: str) -> None:
+        """Set the answer: the longer of the two hits, and give the other lease back."""
+        best: Lease | None = None
+        for lease in (inquiry.lease, inquiry.shorter):
+            if lease is None or lease is best:
+                continue
+            usable = lease.is_staged and lease.end_tokens and not inquiry.is_cancelled
+            if usable and (best is None or lease.end_tokens > best.end_tokens):
+                self._give_back(client, best)
+                best = lease
+            else:
+                self._give_back(client, lease)
+        if inquiry.call is not None and inquiry.call.result is None:
+            inquiry.call.cancel()
+        end = best.end_tokens if best is not None else 0
+        wait_s = (time.monotonic_ns() - inquiry.asked_ns) / 1e9
+        ends = [e for e in inquiry.ends if e <= end]
+        if best is not None and best is inquiry.shorter:
+            ends = chunk_ends(end, inquiry.path._chunk)
+        inquiry.answer = Answer(end, ends, best, reason, wait_s)
+
+    def _give_back(self, client: StoreClient, lease: Lease | None) -> None:
+        if lease is not None:
+            self._forget(client.release([lease]))
+
+    @staticmethod
+    def _forget(call: Call[object]) -> None:
+        """Nobody waits for this one; its failure is counted by the client."""

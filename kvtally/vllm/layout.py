@@ -1,0 +1,181 @@
+"""vLLM's KV-cache configuration → our namespace (what the bytes are) and geometry (where they lie).
+
+Frozen here, at the boundary: nothing further in knows a vLLM type. What we cannot serve correctly is refused with its
+reason (`IncompatibleError`); the connector then stops the start or, if told so, serves without reuse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from kvtally.core.geometry import GroupLayout, LayerView
+from kvtally.core.namespace import GroupKind, GroupSpec, Namespace, chunk_tokens
+from kvtally.errors import IncompatibleError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+FULL = (FullAttentionSpec, MLAAttentionSpec)
+SLIDING = (SlidingWindowSpec, SlidingWindowMLASpec)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLayout:
+    """One engine as the rest of the connector sees it. Our group g is vLLM's `group_ids[g]`."""
+
+    namespace: Namespace
+    group_ids: tuple[int, ...]
+    layer_names: tuple[tuple[str, ...], ...]
+    block_tokens: int  # vLLM's scheduler block size
+
+    @property
+    def groups(self) -> tuple[GroupSpec, ...]:
+        return self.namespace.groups
+
+    @property
+    def alignment_tokens(self) -> int:
+        return self.namespace.alignment_tokens
+
+
+def engine_layout(config: VllmConfig, cache: KVCacheConfig, *, model: str) -> EngineLayout:
+    """Describe an engine, or refuse it."""
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise refusal("pipeline parallelism: one scheduler cannot see every stage's layers", "Use tensor parallelism.")
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise refusal("context parallelism splits blocks over ranks", "Set the context-parallel sizes to 1.")
+    if config.speculative_config is not None:
+        raise refusal("speculative decoding changes what a block holds", "Run without a draft model.")
+    layout = KVCacheLayout[cache.kv_cache_layout] if cache.kv_cache_layout else None
+    if layout is None or not layout.is_block_compact:
+        raise refusal(f"KV-cache layout {cache.kv_cache_layout} spreads a block", "Set VLLM_KV_CACHE_LAYOUT=LBHNC.")
+    group_ids = tuple(cache.prefix_cacheable_group_ids)
+    if len(group_ids) != len(cache.kv_cache_groups):
+        raise refusal("some of the model's KV-cache groups cannot be cached", "Enable prefix caching.")
+    alignment = cache.cache_hit_alignment_tokens
+    if not alignment:
+        raise refusal("vLLM resolved no alignment for prefix hits", "Enable prefix caching.")
+    groups = tuple(_group(cache, group_id) for group_id in group_ids)
+    chunk = chunk_tokens(alignment)
+    if any(chunk % spec.block_tokens for spec in groups if spec.kind is not GroupKind.RECURRENT):
+        sizes = ", ".join(str(spec.block_tokens) for spec in groups)
+        raise refusal(f"block sizes {sizes} do not fit into chunks of {chunk} tokens", "Set block_size explicitly.")
+    namespace = Namespace(
+        model=model,
+        groups=groups,
+        chunk_tokens=chunk,
+        alignment_tokens=alignment,
+        tensor_parallel=parallel.tensor_parallel_size,
+        layout=cache.kv_cache_layout or "",
+        backend=_backend(config),
+        quantisation=str(config.model_config.quantization or ""),
+        detail={"model_dtype": str(config.model_config.dtype), "cache_dtype": str(config.cache_config.cache_dtype)},
+    )
+    names = tuple(tuple(cache.kv_cache_groups[group_id].layer_names) for group_id in group_ids)
+    return EngineLayout(namespace, group_ids, names, _scheduler_block_tokens(groups))
+
+
+def _scheduler_block_tokens(groups: tuple[GroupSpec, ...]) -> int:
+    from math import lcm
+
+    return lcm(*(spec.block_tokens for spec in groups))
+
+
+def _group(cache: KVCacheConfig, group_id: int) -> GroupSpec:
+    group = cache.kv_cache_groups[group_id]
+    spec = group.kv_cache_spec
+    per_layer = [_layer_spec(spec, name) for name in group.layer_names]
+    kind = _kind(per_layer[0])
+    if any(_kind(other) is not kind for other in per_layer):
+        raise refusal(f"group {group_id} mixes kinds of attention", "Report this model.")
+    window = per_layer[0].sliding_window if isinstance(per_layer[0], SlidingWindowSpec) else 0
+    return GroupSpec(
+        kind=kind,
+        block_tokens=spec.block_size,
+        page_bytes=(tuple(int(layer.real_page_size_bytes) for layer in per_layer),),
+        window_tokens=window,
+        detail=_detail(per_layer[0]),
+    )
+
+
+def _layer_spec(spec: KVCacheSpec, name: str) -> KVCacheSpec:
+    return spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _kind(spec: KVCacheSpec) -> GroupKind:
+    if type(spec) in FULL:
+        return GroupKind.FULL
+    if type(spec) in SLIDING:
+        return GroupKind.SLIDING
+    if isinstance(spec, MambaSpec):
+        if spec.mamba_cache_mode != "align":
+            raise refusal(f"recurrent state in mode {spec.mamba_cache_mode!r}", "Enable prefix caching (mode 'align').")
+        return GroupKind.RECURRENT
+    raise refusal(f"{type(spec).__name__} is a kind of KV cache we do not know", "Run this model without kvtally.")
+
+
+def _detail(spec: KVCacheSpec) -> dict[str, str]:
+    if isinstance(spec, MambaSpec):
+        return {
+            "kind": spec.mamba_type.name,
+            "shapes": str(spec.shapes),
+            "dtypes": ",".join(str(dtype) for dtype in spec.dtypes),
+        }
+    assert isinstance(spec, AttentionSpec)
+    return {
+        "kind": type(spec).__name__,
+        "heads": str(spec.num_kv_heads),
+        "head_size": str(spec.head_size),
+        "dtype": str(spec.dtype),
+        "kv_quant": str(spec.kv_quant_mode),
+    }
+
+
+def _backend(config: VllmConfig) -> str:
+    """The attention backend where the user chose one; the page format follows from it and from the device."""
+    chosen = config.attention_config.backend
+    return f"{config.device_config.device_type}:{chosen.name if chosen is not None else 'default'}"
+
+
+def group_layouts(layout: EngineLayout, cache: KVCacheConfig, tensors: dict[str, torch.Tensor]) -> list[GroupLayout]:
+    """Where each group's layers lie in this rank's one buffer, checked against the tensors vLLM registered."""
+    buffer_bytes = next(iter(tensors.values())).untyped_storage().nbytes()
+    layouts = []
+    for spec, names in zip(layout.groups, layout.layer_names, strict=True):
+        layers = tuple(
+            _layer_view(cache, name, page_bytes, tensors)
+            for name, page_bytes in zip(names, spec.page_bytes[0], strict=True)
+        )
+        layouts.append(GroupLayout(spec, layers, cache.num_blocks, buffer_bytes))
+    return layouts
+
+
+def _layer_view(cache: KVCacheConfig, name: str, page_bytes: int, tensors: dict[str, torch.Tensor]) -> LayerView:
+    placed = next((tensor for tensor in cache.kv_cache_tensors if name in tensor.layers), None)
+    if placed is None or name not in tensors:
+        raise refusal(f"layer {name} has no memory of its own", "Report this model.")
+    offset = placed.offset + placed.layers.index(name) * placed.layer_stride
+    tensor = tensors[name]
+    if tensor.storage_offset() * tensor.element_size() != offset:
+        raise refusal(f"layer {name} does not lie where vLLM's configuration says", "Report this model.")
+    return LayerView(offset, placed.block_stride, page_bytes)
+
+
+def refusal(why: str, remedy: str) -> IncompatibleError:
+    remedy += ' Or set "on_unsupported": "serve" in kv_connector_extra_config to run without reuse.'
+    return IncompatibleError(f"kvtally cannot serve this engine: {why}", remedy=remedy, code="KV-209")

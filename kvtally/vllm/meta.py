@@ -1,0 +1,81 @@
+"""What the two halves of the connector tell each other, once per engine step. Plain records; vLLM carries them.
+
+scheduler half ──Metadata: loads, saves──▶ worker half
+scheduler half ◀──WorkerReport: what was saved, how loads went── worker half (of all ranks, added up)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from kvtally.handles import SharedLease
+
+
+@dataclass(slots=True)
+class LoadJob:
+    """Bring everything below `hit_tokens` that the engine does not have into these blocks."""
+
+    request: str
+    lease: SharedLease
+    ends: list[int]
+    hit_tokens: int
+    have_tokens: int
+    tables: list[list[int]]  # for each group the request's block ids, from the first token on
+
+
+@dataclass(slots=True)
+class SaveItem:
+    """One object: the bytes of these blocks of one group, on whichever rank carries it out."""
+
+    chain: bytes
+    parent: bytes
+    start_tokens: int
+    end_tokens: int
+    group: int
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
+class SaveJob:
+    """Objects whose blocks are held for this job until every rank has reported it."""
+
+    id: int
+    items: list[SaveItem]
+
+
+@dataclass(slots=True)
+class Metadata(KVConnectorMetadata):
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """How one rank's load went. `reason` is empty on success."""
+
+    moved_bytes: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class WorkerReport(KVConnectorWorkerMetadata):
+    """One step's news from the workers. `saved` counts the ranks that are done with a save job."""
+
+    saved: dict[int, int] = field(default_factory=dict)
+    saved_bytes: int = 0
+    loads: dict[str, LoadReport] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        assert isinstance(other, WorkerReport)
+        saved = dict(self.saved)
+        for job, ranks in other.saved.items():
+            saved[job] = saved.get(job, 0) + ranks
+        loads = dict(self.loads)
+        for request, report in other.loads.items():
+            known = loads.get(request, LoadReport())
+            seconds = max(known.seconds, report.seconds)
+            loads[request] = LoadReport(known.moved_bytes + report.moved_bytes, seconds, known.reason or report.reason)
+        return WorkerReport(saved, self.saved_bytes + other.saved_bytes, loads)

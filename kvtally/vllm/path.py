@@ -1,0 +1,94 @@
+"""The boundaries of one request and their chain values, growing with its tokens.
+
+Owns where chunks and tails end and what else than tokens enters a chain (LoRA, multimodal items, tenant salt). Built by
+the inquiry thread for the prompt, extended by the scheduler half for the answer, never by both at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvtally.core.keys import ROOT_CHAIN, chain_value, chunk_extra, token_bytes
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class Boundary(NamedTuple):
+    """A place in a request at which objects end."""
+
+    chain: bytes
+    parent: bytes
+    start_tokens: int
+    end_tokens: int
+
+
+class Extras(NamedTuple):
+    """What decides KV beside the tokens. `items`: position, length and hash of each multimodal item."""
+
+    lora: str = ""
+    salt: str = ""
+    items: tuple[tuple[int, int, bytes], ...] = ()
+
+    def between(self, start: int, end: int) -> bytes:
+        """The canonical extra of the tokens `[start, end)`."""
+        inside = [
+            (position - start, digest)
+            for position, length, digest in self.items
+            if position < end and start < position + length
+        ]
+        shifted = [(offset & 0xFFFFFFFF, digest) for offset, digest in inside]
+        return chunk_extra(lora=self.lora, items=shifted, salt=self.salt if start == 0 else "")
+
+
+def extras_of(request: Request) -> Extras:
+    lora = request.lora_request.lora_name if request.lora_request else ""
+    items = tuple(
+        (feature.mm_position.offset, feature.mm_position.length, str(feature.identifier).encode())
+        for feature in request.mm_features
+    )
+    return Extras(lora, request.cache_salt or "", items)
+
+
+class Path:
+    """Whole chunks first; a tail is computed when it is asked for."""
+
+    def __init__(self, chunk_tokens: int, extras: Extras) -> None:
+        self._chunk = chunk_tokens
+        self._extras = extras
+        self.chains: list[bytes] = []  # at chunk_tokens, 2 * chunk_tokens, ...
+
+    @property
+    def end_tokens(self) -> int:
+        return len(self.chains) * self._chunk
+
+    def extend(self, tokens: Sequence[int], until: int) -> None:
+        """Compute the chains of every whole chunk that ends at or below `until`."""
+        start = self.end_tokens
+        end = until // self._chunk * self._chunk
+        if end <= start:
+            return
+        packed = token_bytes(tokens[start:end])
+        step = 4 * self._chunk
+        previous = self.chains[-1] if self.chains else ROOT_CHAIN
+        for at in range(0, len(packed), step):
+            extra = self._extras.between(start, start + self._chunk)
+            previous = chain_value(previous, packed[at : at + step], extra)
+            self.chains.append(previous)
+            start += self._chunk
+
+    def chunk(self, index: int) -> Boundary:
+        parent = self.chains[index - 1] if index else ROOT_CHAIN
+        return Boundary(self.chains[index], parent, index * self._chunk, (index + 1) * self._chunk)
+
+    def tail(self, tokens: Sequence[int], end: int) -> Boundary:
+        """The boundary at `end`, which lies above the last whole chunk before it."""
+        self.extend(tokens, end)
+        index, inside = divmod(end, self._chunk)
+        if not inside:
+            return self.chunk(index - 1)
+        start = index * self._chunk
+        parent = self.chains[index - 1] if index else ROOT_CHAIN
+        chain = chain_value(parent, token_bytes(tokens[start:end]), self._extras.between(start, end))
+        return Boundary(chain, parent, start, end)

@@ -1,0 +1,334 @@
+"""The scheduler half: which requests may skip what, which blocks are to be saved, and which must be held meanwhile.
+
+    on_new_request ─▶ Inquiry ─▶ get_num_new_matched_tokens: None … n ─▶ update_state_after_alloc ─▶ LoadJob
+    build_connector_meta: chunks and states that this step completes ─▶ SaveJob, its blocks held until all ranks report
+
+Every method does a few microseconds of bookkeeping; chains, lookups and receipts are the inquiry thread's. Recurrent
+state is saved only where vLLM offers it, at exactly the boundary it names. Runs in vLLM's scheduler thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvtally.core.geometry import NULL_BLOCK, chunk_block_range
+from kvtally.core.namespace import GroupKind
+from kvtally.core.receipts import Half, Role
+from kvtally.vllm.inquiry import Answer, Inquiries, Inquiry
+from kvtally.vllm.layout import EngineLayout
+from kvtally.vllm.meta import LoadJob, LoadReport, Metadata, SaveItem, SaveJob, WorkerReport
+from kvtally.vllm.path import Boundary, Path, extras_of
+from kvtally.wire.messages import MissReason
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger("kvtally.vllm")
+
+
+@dataclass(slots=True, eq=False)
+class Track:
+    """One request on its way through the engine."""
+
+    request: Request
+    path: Path
+    inquiry: Inquiry | None = None
+    answer: Answer | None = None
+    has_failed: bool = False  # a load failed: never promise this request anything again
+    load: LoadJob | None = None
+    is_loading: bool = False
+    saved_chunks: int = 0  # chunks that are in the store already or on their way there
+    tail_saved: bool = False
+    preemptions: int = 0  # how many the request had when it was last asked about
+    local_tokens: int = 0
+    external_tokens: int = 0
+    disk_tokens: int = 0
+    report: LoadReport = field(default_factory=LoadReport)
+    wait_s: float = 0.0
+    reason: str = ""
+
+
+class SchedulerHalf:
+    """See the module docstring. `world_size` ranks must report before a save's blocks are let go."""
+
+    def __init__(self, layout: EngineLayout, inquiries: Inquiries, *, world_size: int, wait_ms: int) -> None:
+        self._layout = layout
+        self._inquiries = inquiries
+        self._world_size = world_size
+        self._wait_ns = wait_ms * 1_000_000
+        self._pool: BlockPool | None = None
+        self._tracks: dict[str, Track] = {}
+        self._held: dict[int, tuple[list[int], int]] = {}  # save job -> blocks held for it, ranks still to report
+        self._loads: list[LoadJob] = []
+        self._late_saves: list[SaveJob] = []  # of finished requests, for the next step
+        self._last_job = 0
+        self._has_states = any(spec.kind is GroupKind.RECURRENT for spec in layout.groups)
+        self._attention = [g for g, spec in enumerate(layout.groups) if spec.kind is not GroupKind.RECURRENT]
+        self._group_of = {group_id: g for g, group_id in enumerate(layout.group_ids)}
+        self.misses: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    # ---- hits
+
+    def on_new_request(self, request: Request) -> None:
+        """The request has arrived: ask the store at once, long before the scheduler gets to it."""
+        if request.request_id in self._tracks:
+            return
+        track = Track(request, Path(self._layout.namespace.chunk_tokens, extras_of(request)))
+        self._tracks[request.request_id] = track
+        if not request.resumable:  # the tokens of a streaming input are not complete yet: asked when they are scheduled
+            self._ask(track)
+
+    def _ask(self, track: Track) -> None:
+        request = track.request
+        if request.prompt_embeds is not None or request.skip_reading_prefix_cache:
+            track.answer = Answer(0, [], None, MissReason.REFUSED, 0.0)
+            return
+        tokens: Sequence[int] = request.prompt_token_ids or []
+        if request.num_output_tokens:  # resumed after preemption: prompt and answer so far
+            tokens = list(request.all_token_ids)
+        now_ns = time.monotonic_ns()
+        track.inquiry = Inquiry(tokens, track.path, self._layout.alignment_tokens, now_ns + self._wait_ns, now_ns)
+        self._inquiries.ask(track.inquiry)
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond `computed_tokens` may be loaded; None while that is not known yet."""
+        track = self._tracks.get(request.request_id)
+        if track is None or track.has_failed:
+            return 0, False
+        if request.num_preemptions > track.preemptions and not track.is_loading:  # a new life: ask again
+            self._let_go(track)
+            track.preemptions, track.answer, track.inquiry = request.num_preemptions, None, None
+        if track.answer is None:
+            if track.inquiry is None:
+                self._ask(track)
+            answer = track.inquiry.answer if track.inquiry is not None else track.answer
+            if answer is None:
+                return None, False
+            track.answer = answer
+            track.wait_s = answer.wait_s
+            track.reason = answer.reason
+            known = answer.end_tokens // self._layout.namespace.chunk_tokens
+            track.saved_chunks = max(track.saved_chunks, known)
+        external = track.answer.end_tokens - computed_tokens
+        if external <= 0 or track.answer.lease is None or not track.answer.lease.is_live:
+            return 0, False
+        return external, True
+
+    def after_alloc(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        track = self._tracks.get(request.request_id)
+        if track is None or track.is_loading:
+            return
+        answer = track.answer
+        if external_tokens == 0 or answer is None or answer.lease is None:
+            if not track.external_tokens:
+                track.local_tokens = request.num_computed_tokens
+            self._let_go(track)
+            return
+        tables = [list(table) for table in blocks.get_block_ids(group_ids=self._layout.group_ids)]
+        have = answer.end_tokens - external_tokens
+        load = LoadJob(request.request_id, answer.lease.share(), answer.ends, answer.end_tokens, have, tables)
+        self._loads.append(load)
+        track.is_loading = True
+        track.local_tokens, track.external_tokens = have, external_tokens
+        outcome = answer.lease.outcome
+        track.disk_tokens = min(external_tokens, outcome.disk_tokens) if outcome is not None else 0
+
+    def _let_go(self, track: Track) -> None:
+        """This request will not read through its lease (any more)."""
+        if track.answer is not None and track.answer.lease is not None:
+            self._inquiries.release(track.answer.lease)
+            track.answer = track.answer._replace(lease=None)
+
+    def host_and_disk(self, request_id: str) -> tuple[int, int]:
+        """Of the tokens being loaded: how many were in host memory, how many came from below."""
+        track = self._tracks.get(request_id)
+        if track is None:
+            return 0, 0
+        return track.external_tokens - track.disk_tokens, track.disk_tokens
+
+    # ---- one step
+
+    def build_metadata(self, output: SchedulerOutput) -> Metadata:
+        metadata = Metadata(self._loads, self._late_saves)
+        self._loads, self._late_saves = [], []
+        state = output.kv_connector_block_state
+        if state is None:
+            return metadata
+        for request_id, count in output.num_scheduled_tokens.items():
+            track = self._tracks.get(request_id)
+            tables = state.get_block_ids(request_id)
+            if track is None or tables is None:
+                continue
+            items = self._chunk_items(track, track.request.num_computed_tokens + count, tables)
+            items += self._tail_items(track, track.request.num_computed_tokens + count, tables)
+            self._add_job(metadata.saves, items)
+        for request_id, offers in state.boundary_state_offloads.items():
+            track = self._tracks.get(request_id)
+            if track is not None:
+                self._add_job(metadata.saves, self._state_items(track, offers))
+        return metadata
+
+    def _chunk_items(self, track: Track, computed_end: int, tables: Sequence[Sequence[int]]) -> list[SaveItem]:
+        """Attention objects of every chunk that this step completes."""
+        chunk = self._layout.namespace.chunk_tokens
+        complete = computed_end // chunk
+        if complete <= track.saved_chunks or not self._is_path_free(track):
+            return []
+        track.path.extend(track.request.all_token_ids, complete * chunk)
+        items = []
+        for index in range(track.saved_chunks, min(complete, len(track.path.chains))):
+            items += self._attention_items(track.path.chunk(index), tables)
+        track.saved_chunks = complete
+        return items
+
+    @staticmethod
+    def _is_path_free(track: Track) -> bool:
+        """Whether the inquiry thread is done with the path (it is, unless the request was scheduled without a match).
+        """
+        return track.inquiry is None or track.inquiry.path_ready
+
+    def _tail_items(self, track: Track, computed_end: int, tables: Sequence[Sequence[int]]) -> list[SaveItem]:
+        """The end of the prompt, where it lies between two chunks: what makes a repeat of a short prompt a hit."""
+        prompt = track.request.num_prompt_tokens
+        if track.tail_saved or computed_end < prompt or self._has_states or not self._is_path_free(track):
+            return []
+        track.tail_saved = True
+        alignment = self._layout.alignment_tokens
+        end = (prompt - 1) // alignment * alignment
+        if end % self._layout.namespace.chunk_tokens == 0:
+            return []
+        return self._attention_items(track.path.tail(track.request.all_token_ids, end), tables)
+
+    def _attention_items(self, boundary: Boundary, tables: Sequence[Sequence[int]]) -> list[SaveItem]:
+        items = []
+        for group in self._attention:
+            table = tables[self._layout.group_ids[group]]
+            span = chunk_block_range(self._layout.groups[group], boundary.start_tokens, boundary.end_tokens)
+            ids = list(table[span.start : span.stop])
+            if len(ids) == len(span) and NULL_BLOCK not in ids:  # out of the window: gone, and not needed there
+                items.append(SaveItem(*boundary, group, ids))
+        return items
+
+    def _state_items(self, track: Track, offers: Sequence[tuple[int, int, int]]) -> list[SaveItem]:
+        """Recurrent states that vLLM offers: exactly this block, exactly this boundary."""
+        if not self._is_path_free(track):
+            return []
+        items = []
+        for group_id, block_id, boundary_tokens in offers:
+            group = self._group_of.get(group_id)
+            if group is None or block_id == NULL_BLOCK or boundary_tokens % self._layout.namespace.chunk_tokens:
+                continue
+            track.path.extend(track.request.all_token_ids, boundary_tokens)
+            boundary = track.path.chunk(boundary_tokens // self._layout.namespace.chunk_tokens - 1)
+            items.append(SaveItem(*boundary, group, [block_id]))
+        return items
+
+    def _add_job(self, jobs: list[SaveJob], items: list[SaveItem]) -> None:
+        """A job, with its blocks held: they outlive the request until every rank has copied them."""
+        if not items or self._pool is None:
+            return
+        self._last_job += 1
+        blocks = sorted({block for item in items for block in item.block_ids})
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+        self._held[self._last_job] = (blocks, self._world_size)
+        jobs.append(SaveJob(self._last_job, items))
+
+    def update(self, report: WorkerReport) -> None:
+        """News from the workers, all ranks together."""
+        self.counts["saved_bytes"] += report.saved_bytes
+        for job, ranks in report.saved.items():
+            held = self._held.pop(job, None)
+            if held is None:
+                continue
+            blocks, missing = held
+            if missing > ranks:
+                self._held[job] = (blocks, missing - ranks)
+            elif self._pool is not None:
+                self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
+        for request_id, load in report.loads.items():
+            self._loaded(request_id, load)
+
+    def _loaded(self, request_id: str, load: LoadReport) -> None:
+        track = self._tracks.get(request_id)
+        self.counts["loaded_bytes"] += load.moved_bytes
+        if load.reason:
+            self.misses[load.reason] += 1
+        if track is None:
+            return
+        track.is_loading = False
+        track.report = load
+        if load.reason:
+            track.has_failed = True
+            track.reason = load.reason
+            track.local_tokens = track.external_tokens = track.disk_tokens = 0
+        self._let_go(track)
+        if track.request.is_finished():  # aborted while it was loading
+            del self._tracks[request_id]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the engine must go on stepping although it has no requests: blocks are held for saves."""
+        return bool(self._held or self._late_saves)
+
+    # ---- the end of a request
+
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+        track = self._tracks.pop(request.request_id, None)
+        if track is None:
+            return
+        if track.inquiry is not None and track.answer is None:
+            track.inquiry.is_cancelled = True
+            if track.inquiry.answer is not None and track.inquiry.answer.lease is not None:
+                self._inquiries.release(track.inquiry.answer.lease)
+        if not track.is_loading:
+            self._let_go(track)
+        elif track.answer is not None and track.answer.lease is not None:
+            self._tracks[request.request_id] = (
+                track  # aborted while loading: the lease is let go when the worker is done
+            )
+            track.has_failed = True
+            return
+        if any(block_ids):
+            self._save_answer_tail(track, block_ids)
+        self._file_receipt(track)
+
+    def _save_answer_tail(self, track: Track, block_ids: Sequence[Sequence[int]]) -> None:
+        """The end of the conversation so far, so that its next turn goes on from here."""
+        alignment = self._layout.alignment_tokens
+        end = track.request.num_computed_tokens // alignment * alignment
+        if self._has_states or end <= track.request.num_prompt_tokens or not self._is_path_free(track):
+            return
+        if end % self._layout.namespace.chunk_tokens:
+            boundary = track.path.tail(track.request.all_token_ids, end)
+            self._add_job(self._late_saves, self._attention_items(boundary, block_ids))
+
+    def _file_receipt(self, track: Track) -> None:
+        prompt = track.request.num_prompt_tokens
+        reused = track.local_tokens + track.external_tokens
+        half = Half(
+            role=Role.DECODE,
+            request=track.request.request_id,
+            prompt_tokens=prompt,
+            tokens_gpu=track.local_tokens,
+            tokens_host=track.external_tokens - track.disk_tokens,
+            tokens_disk=track.disk_tokens,
+            computed_tokens=max(0, prompt - reused),
+            moved_bytes=track.report.moved_bytes,
+            wait_ms=track.wait_s * 1e3,
+            load_ms=track.report.seconds * 1e3,
+            verified=track.external_tokens > 0,
+            reason=track.reason,
+        )
+        self._inquiries.file(track.request.request_id, half)

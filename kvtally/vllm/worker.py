@@ -1,0 +1,186 @@
+"""The worker half: one thread per rank that copies between engine blocks and arena slots, and verifies.
+
+    LoadJob ─▶ slots of the lease ─▶ copy and verify ─▶ finished, or failed with a reason (vLLM then recomputes)
+    SaveJob ─▶ put begin ─▶ copy ─▶ commit ─▶ reported, blocks let go
+
+The engine's thread only puts jobs into the queue and collects results. It puts in a save only after the step's forward
+has returned without an error, so a step that died publishes nothing; a rank that failed alone makes no hit either,
+because a hit needs every rank. Owns the rank's client and its view of engine memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvtally.client import Miss, Put, StoreClient
+from kvtally.core.geometry import GroupLayout, chunk_block_range, needed_blocks, runs, validate
+from kvtally.device import cpu
+from kvtally.handles import ReadSlot
+from kvtally.vllm.layout import EngineLayout
+from kvtally.vllm.meta import LoadJob, LoadReport, SaveItem, SaveJob
+from kvtally.wire.messages import MissReason, PutObject, PutStatus
+
+log = logging.getLogger("kvtally.vllm")
+
+IDLE_S = 0.2
+CALL_S = 2.0  # how long one question to the store may take a load or a save
+
+
+@dataclass(slots=True)
+class Results:
+    """What became ready since it was last collected."""
+
+    finished: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    saved: dict[int, int] = field(default_factory=dict)
+    saved_bytes: int = 0
+    loads: dict[str, LoadReport] = field(default_factory=dict)
+
+
+class WorkerHalf:
+    """`connect` makes this rank's client; it is called in the thread that uses it."""
+
+    def __init__(self, layout: EngineLayout, rank: int, connect: Callable[[], StoreClient]) -> None:
+        self._layout = layout
+        self._rank = rank
+        self._connect = connect
+        self._layouts: list[GroupLayout] = []
+        self._memory: cpu.Memory = b""
+        self._commands: queue.SimpleQueue[Callable[[StoreClient], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._results = Results()
+        self._thread = threading.Thread(target=self._run, name="kvtally-worker", daemon=True)
+
+    def register(self, layouts: list[GroupLayout], memory: cpu.Memory) -> None:
+        """Engine memory is known: check it against the namespace and start to work."""
+        validate(self._layout.namespace, {self._rank: layouts})
+        self._layouts, self._memory = layouts, memory
+        self._thread.start()
+
+    # ---- the engine's thread
+
+    def load(self, jobs: list[LoadJob]) -> None:
+        for job in jobs:
+            self._commands.put(lambda client, job=job: self._load(client, job))  # type: ignore[misc]
+
+    def save(self, jobs: list[SaveJob]) -> None:
+        for job in jobs:
+            self._commands.put(lambda client, job=job: self._save(client, job))  # type: ignore[misc]
+
+    def collect(self) -> Results:
+        with self._lock:
+            results, self._results = self._results, Results()
+        return results
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        if self._thread.is_alive():
+            self._commands.put(None)
+            self._thread.join(timeout_s)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        client = self._connect()
+        while True:
+            try:
+                command = self._commands.get(timeout=IDLE_S)
+            except queue.Empty:
+                client.poll()
+                continue
+            if command is None:
+                break
+            try:
+                command(client)
+            except Exception:  # the supervisor's edge; each command has settled its own job by then
+                log.exception("a transfer failed")
+        client.close()
+
+    def _load(self, client: StoreClient, job: LoadJob) -> None:
+        begun = time.monotonic()
+        report = LoadReport(reason=MissReason.STORE_UNREACHABLE)
+        try:
+            report = self._load_all(client, job)
+        finally:  # whatever happened, vLLM waits for this request's name
+            report.seconds = time.monotonic() - begun
+            with self._lock:
+                self._results.finished.add(job.request)
+                self._results.loads[job.request] = report
+                if report.reason:
+                    self._results.failed.add(job.request)
+
+    def _load_all(self, client: StoreClient, job: LoadJob) -> LoadReport:
+        lease = client.adopt(job.lease)
+        slots = client.slots(lease, rank=self._rank, timeout_s=CALL_S).wait()
+        if isinstance(slots, Miss):
+            return LoadReport(reason=slots.reason)
+        report = LoadReport()
+        loaded: set[tuple[int, int]] = set()
+        for slot in slots:
+            moved = self._load_slot(client, job, slot)
+            if isinstance(moved, Miss):
+                client.release([lease])  # reports what did not verify
+                return LoadReport(report.moved_bytes, reason=moved.reason)
+            report.moved_bytes += moved
+            loaded.add((slot.index, slot.key.group))
+        missing = self._wanted(job) - loaded
+        if missing:  # the lease does not cover what was promised: never leave a block unwritten
+            return LoadReport(report.moved_bytes, reason=MissReason.ABSENT)
+        return report
+
+    def _load_slot(self, client: StoreClient, job: LoadJob, slot: ReadSlot) -> int | Miss:
+        group = slot.key.group
+        ids, skip = self._targets(job, slot.index, group)
+        if not ids:
+            return 0
+        result = client.read(slot, self._memory, runs(self._layouts[group], ids, skip_blocks=skip))
+        return result if isinstance(result, Miss) else slot.length_bytes
+
+    def _targets(self, job: LoadJob, index: int, group: int) -> tuple[list[int], int]:
+        """The blocks that this object is to be written to, and how many of its leading blocks are not."""
+        spec = self._layout.groups[group]
+        start, end = job.ends[index - 1] if index else 0, job.ends[index]
+        whole = chunk_block_range(spec, start, end)
+        part = needed_blocks(spec, start, end, hit_tokens=job.hit_tokens, have_tokens=job.have_tokens)
+        return job.tables[group][part.start : part.stop], part.start - whole.start
+
+    def _wanted(self, job: LoadJob) -> set[tuple[int, int]]:
+        return {
+            (index, group)
+            for index in range(len(job.ends))
+            for group in range(len(self._layout.groups))
+            if self._targets(job, index, group)[0]
+        }
+
+    def _save(self, client: StoreClient, job: SaveJob) -> None:
+        saved_bytes = 0
+        try:
+            saved_bytes = self._save_all(client, job)
+        finally:  # whatever happened, the job's blocks are let go
+            with self._lock:
+                self._results.saved[job.id] = 1
+                self._results.saved_bytes += saved_bytes
+
+    def _save_all(self, client: StoreClient, job: SaveJob) -> int:
+        puts = client.put_begin([self._object(item) for item in job.items], timeout_s=CALL_S).wait()
+        if isinstance(puts, Miss):
+            return 0
+        commit: list[tuple[Put, int]] = []
+        for item, put in zip(job.items, puts, strict=True):
+            if put.status is PutStatus.WRITE:
+                checksum = client.write(put, self._memory, runs(self._layouts[item.group], item.block_ids))
+                if isinstance(checksum, int):
+                    commit.append((put, checksum))
+        if not commit:
+            return 0
+        ended = client.put_end(commit=commit, timeout_s=CALL_S).wait()
+        return 0 if isinstance(ended, Miss) else sum(put.length_bytes for put, _ in commit)
+
+    def _object(self, item: SaveItem) -> PutObject:
+        blocks = len(item.block_ids)
+        length = blocks * self._layout.groups[item.group].block_bytes()
+        return PutObject(item.chain, item.parent, item.start_tokens, item.end_tokens, item.group, self._rank, length)
