@@ -15,12 +15,17 @@ from kvtally.core.keys import ObjectKey, checksum_seed
 ALGORITHM = "xxh3-64"
 
 
+def running_checksum(seed: int) -> xxhash.xxh3_64:
+    """For bytes that come one part after the other: `update` it with each; its `intdigest` is their checksum."""
+    return xxhash.xxh3_64(seed=seed)
+
+
 def checksum(pieces: Iterable[memoryview], seed: int) -> int:
     """Checksum of the concatenation of `pieces`."""
-    state = xxhash.xxh3_64(seed=seed)
+    running = running_checksum(seed)
     for piece in pieces:
-        state.update(piece)
-    return state.intdigest()
+        running.update(piece)
+    return running.intdigest()
 
 
 def object_checksum(key: ObjectKey, length_bytes: int, pieces: Iterable[memoryview]) -> int:

@@ -129,6 +129,7 @@ def chunk_block_range(spec: GroupSpec, start_tokens: int, end_tokens: int) -> ra
     """Indices into a request's block table of the blocks that the object for `[start_tokens, end_tokens)` holds.
 
     A recurrent group's object is the state at `end_tokens`, which lives in the one slot that the last token falls into.
+    A sliding group's object holds no more than a hit at `end_tokens` can see: the engine has let go of what is below.
     An attention object may end inside a block (a tail), but none may begin there: the block would be in two objects,
     and the one that is loaded last would win.
     """
@@ -139,7 +140,7 @@ def chunk_block_range(spec: GroupSpec, start_tokens: int, end_tokens: int) -> ra
         return range(slot, slot + 1)
     if start_tokens % spec.block_tokens:
         raise ValueError(f"an object cannot begin at token {start_tokens}, inside a block of {spec.block_tokens}")
-    return range(start_tokens // spec.block_tokens, -(-end_tokens // spec.block_tokens))
+    return range(spec.first_kept(start_tokens, end_tokens) // spec.block_tokens, -(-end_tokens // spec.block_tokens))
 
 
 def needed_blocks(

@@ -46,6 +46,15 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         """Bytes of one block, all layers of a pipeline stage together."""
         return sum(self.page_bytes[stage])
 
+    def first_kept(self, start_tokens: int, end_tokens: int) -> int:
+        """The first token of which the object for `[start_tokens, end_tokens)` of an attention group has the KV.
+
+        Under a sliding window that is the first one that a hit at `end_tokens` can see, and at least the last token.
+        """
+        if self.kind is not GroupKind.SLIDING:
+            return start_tokens
+        return min(max(start_tokens, end_tokens - (self.window_tokens - 1)), end_tokens - 1)
+
 
 class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """Everything that must be equal for two engines to share bytes.
@@ -85,9 +94,11 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return rank // self.tensor_parallel
 
     def object_bytes(self, group: int, rank: int, span_tokens: int) -> int:
-        """Bytes of the object that covers `span_tokens` of `group` on `rank` (a state's span does not matter)."""
+        """Bytes of the object that covers `span_tokens` from a block's start (a state's span does not matter)."""
         spec = self.groups[group]
-        blocks = 1 if spec.kind is GroupKind.RECURRENT else -(-span_tokens // spec.block_tokens)
+        blocks = 1
+        if spec.kind is not GroupKind.RECURRENT:
+            blocks = -(-span_tokens // spec.block_tokens) - spec.first_kept(0, span_tokens) // spec.block_tokens
         return blocks * spec.block_bytes(self.stage(rank))
 
 

@@ -54,7 +54,7 @@ R = TypeVar("R")
 failures: Counter[str] = Counter()  # exceptions that the edge has turned into misses, by method
 
 
-def edge(otherwise: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def edge(otherwise: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Answer `otherwise()` where the method raises: the engine lives on, the cache is at worst not used."""
 
     def wrap(method: Callable[P, R]) -> Callable[P, R]:
@@ -66,7 +66,8 @@ def edge(otherwise: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R
                 failures[method.__name__] += 1
                 if failures[method.__name__] == 1:
                     log.exception("kvtally failed in %s; requests go on without reuse", method.__name__)
-                return otherwise()
+                answer: R = otherwise()
+                return answer
 
         return guarded
 

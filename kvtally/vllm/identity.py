@@ -58,6 +58,6 @@ def _digest(files: list[Path]) -> str:
 def _unknown(why: str) -> IncompatibleError:
     return IncompatibleError(
         f"the model's weights cannot be identified: {why}",
-        remedy='Give the model as a folder, or set "model_identity" in kv_connector_extra_config to a name of your own.',
+        remedy='Give the model as a folder, or name it with "model_identity" in kv_connector_extra_config.',
         code="KV-208",
     )
