@@ -6,16 +6,14 @@
                │           │
     slot    │ piece 0 │ │ piece 1 │              where the arena had room
 
-Each step moves at most 256 KiB and hashes what was written while it is still in the cache: copy and hash together cost
-about 1.2 times the copy alone, in steps of 2 MiB 1.5 times. Many short runs of one length (pages) are moved as rows of
-a grid by one numpy call per step, because a Python step for each would cost more than its copy.
-
-Threading: no state; any thread may call. The copies and the hash let go of the interpreter lock for all but short runs.
+What is hashed is what was written, in steps of 256 KiB so that it is still in the cache; a whole object would not be.
+Many short runs of one length (pages) are moved as rows of a grid, many by one numpy call, because a Python step for
+each would cost more than its copy. Threading: no state; any thread may call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -33,6 +31,11 @@ Bytes = NDArray[np.uint8]
 Memory = bytes | bytearray | memoryview | Bytes  # C-contiguous; `load` needs it writable
 
 
+def fence() -> Callable[[], None]:
+    """On the CPU whatever an engine has called is done."""
+    return lambda: None
+
+
 def save(memory: Memory, runs: Runs, pieces: Sequence[memoryview], seed: int | None) -> int | None:
     """Write an object into its slot. The runs must make up the whole object: a slot is published as a whole."""
     source = np.frombuffer(memory, dtype=np.uint8)
@@ -41,13 +44,12 @@ def save(memory: Memory, runs: Runs, pieces: Sequence[memoryview], seed: int | N
     if int(runs.lengths.sum()) != total:
         raise ValueError(f"runs of {int(runs.lengths.sum())} bytes cannot fill a slot of {total}")
     state = xxhash.xxh3_64(seed=seed) if seed is not None else None
-    for slot, engine in _steps(source, runs, pieces):
+    for slot, engine in _parts(source, runs, pieces):
         if isinstance(engine, Rows):
             engine.gather(slot)
-        elif engine is not None:
-            slot[:] = engine
-        if state is not None:
-            state.update(slot.data)
+            _hash(slot, state)
+        elif engine is not None:  # a whole object has no gaps
+            _copy(engine, slot, state)
     return state.intdigest() if state is not None else None
 
 
@@ -59,16 +61,15 @@ def load(pieces: Sequence[memoryview], memory: Memory, runs: Runs, seed: int | N
     target = np.frombuffer(memory, dtype=np.uint8)
     _check(runs, target.size, sum(piece.nbytes for piece in pieces))
     state = xxhash.xxh3_64(seed=seed) if seed is not None else None
-    for slot, engine in _steps(target, runs, pieces):
-        landed = slot
+    for slot, engine in _parts(target, runs, pieces):
         if isinstance(engine, Rows):
             engine.scatter(slot)
-            landed = engine.gathered() if state is not None else slot
+            if state is not None:
+                _hash(engine.gathered(), state)
         elif engine is not None:
-            engine[:] = slot
-            landed = engine
-        if state is not None:
-            state.update(landed.data)
+            _copy(slot, engine, state)
+        else:
+            _hash(slot, state)
     return state.intdigest() if state is not None else None
 
 
@@ -82,8 +83,23 @@ def size_bytes(memory: Memory) -> int:
     return int(np.frombuffer(memory, dtype=np.uint8).size)
 
 
+def _copy(source: Bytes, target: Bytes, state: xxhash.xxh3_64 | None) -> None:
+    if state is None:
+        target[:] = source
+        return
+    for start in range(0, target.size, STEP_BYTES):
+        landing = target[start : start + STEP_BYTES]
+        landing[:] = source[start : start + STEP_BYTES]
+        state.update(landing.data)
+
+
+def _hash(data: Bytes, state: xxhash.xxh3_64 | None) -> None:
+    if state is not None:
+        state.update(data.data)
+
+
 class Rows(NamedTuple):
-    """Some rows of a grid laid over engine memory: runs of one length whose distances are multiples of one pitch."""
+    """Some rows of a grid laid over engine memory: runs of one length, at distances that are multiples of one pitch."""
 
     grid: Bytes
     indices: NDArray[np.int64]
@@ -129,7 +145,7 @@ class _Cursor:
         return piece[start:end]
 
 
-def _steps(memory: Bytes, runs: Runs, pieces: Sequence[memoryview]) -> Iterator[tuple[Bytes, Bytes | Rows | None]]:
+def _parts(memory: Bytes, runs: Runs, pieces: Sequence[memoryview]) -> Iterator[tuple[Bytes, Bytes | Rows | None]]:
     """The object in its order, cut so that each part is contiguous in the slot: (slot, engine) views of equal size.
     The engine side is None where the runs leave a gap."""
     cursor = _Cursor(pieces)
@@ -142,24 +158,24 @@ def _steps(memory: Bytes, runs: Runs, pieces: Sequence[memoryview]) -> Iterator[
             for offset in offsets.tolist():
                 yield from _run(memory, offset, length, cursor)
         else:
-            yield from _row_steps(memory, offsets, rows, cursor)
+            yield from _row_parts(memory, offsets, rows, cursor)
     yield from _gap(cursor, sum(piece.nbytes for piece in pieces))
 
 
 def _gap(cursor: _Cursor, end: int) -> Iterator[tuple[Bytes, None]]:
     while cursor.position < end:
-        yield cursor.take(min(end - cursor.position, cursor.left, STEP_BYTES)), None
+        yield cursor.take(min(end - cursor.position, cursor.left)), None
 
 
 def _run(memory: Bytes, offset: int, length: int, cursor: _Cursor) -> Iterator[tuple[Bytes, Bytes]]:
     end = offset + length
     while offset < end:
-        taken = min(end - offset, cursor.left, STEP_BYTES)
+        taken = min(end - offset, cursor.left)
         yield cursor.take(taken), memory[offset : offset + taken]
         offset += taken
 
 
-def _row_steps(
+def _row_parts(
     memory: Bytes, offsets: NDArray[np.int64], rows: Rows, cursor: _Cursor
 ) -> Iterator[tuple[Bytes, Bytes | Rows]]:
     length = rows.grid.shape[1]
@@ -186,11 +202,12 @@ def _batches(runs: Runs) -> list[tuple[int, int]]:
 
 
 def _rows(memory: Bytes, offsets: NDArray[np.int64], length: int) -> Rows | None:
-    """The grid on which all these runs are rows; None where there is none (they overlap, or lie at odd distances)."""
+    """The grid on which these runs are rows. Its pitch is whatever divides all their distances: a page's stride as a
+    rule, but even rows that overlap on the grid are right, as only those named are touched. None: all are one place."""
     lowest = int(offsets.min())
     distances = offsets - lowest
     pitch = int(np.gcd.reduce(distances))
-    if pitch < length or length == 0:
+    if pitch == 0 or length == 0:
         return None
     shape = (int(distances.max()) // pitch + 1, length)
     return Rows(np.ndarray(shape, np.uint8, memory, lowest, (pitch, 1)), distances // pitch)

@@ -26,6 +26,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtally.client import StoreClient
 from kvtally.config import ConnectorConfig, load
+from kvtally.device import cpu
+from kvtally.device.cuda import CudaCopies
 from kvtally.errors import IncompatibleError
 from kvtally.vllm.autostart import ensure_store
 from kvtally.vllm.compat import require_supported
@@ -204,9 +206,12 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None or not kv_caches:
             return
         layouts = group_layouts(self._layout, self._kv_cache_config, kv_caches)
-        storage = next(iter(kv_caches.values())).untyped_storage()
-        memory = torch.empty(0, dtype=torch.uint8).set_(storage)
-        self._worker.register(layouts, memory.numpy())
+        tensor = next(iter(kv_caches.values()))
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        if tensor.is_cuda:
+            self._worker.register(layouts, memory, CudaCopies(memory.device))
+        else:
+            self._worker.register(layouts, memory.numpy(), cpu)
 
     @edge(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

@@ -195,8 +195,7 @@ class SchedulerHalf:
 
     @staticmethod
     def _is_path_free(track: Track) -> bool:
-        """Whether the inquiry thread is done with the path (it is, unless the request was scheduled without a match).
-        """
+        """Whether the inquiry thread is done with the path; not if the request was scheduled without a match."""
         return track.inquiry is None or track.inquiry.path_ready
 
     def _tail_items(self, track: Track, computed_end: int, tables: Sequence[Sequence[int]]) -> list[SaveItem]:

@@ -16,10 +16,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from kvtally.client import Miss, Put, StoreClient
 from kvtally.core.geometry import GroupLayout, chunk_block_range, needed_blocks, runs, validate
-from kvtally.device import cpu
+from kvtally.device import Device, cpu
 from kvtally.handles import ReadSlot
 from kvtally.vllm.layout import EngineLayout
 from kvtally.vllm.meta import LoadJob, LoadReport, SaveItem, SaveJob
@@ -50,27 +52,30 @@ class WorkerHalf:
         self._rank = rank
         self._connect = connect
         self._layouts: list[GroupLayout] = []
-        self._memory: cpu.Memory = b""
+        self._memory: object = None
+        self._device: Device[Any] = cpu
         self._commands: queue.SimpleQueue[Callable[[StoreClient], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._results = Results()
         self._thread = threading.Thread(target=self._run, name="kvtally-worker", daemon=True)
 
-    def register(self, layouts: list[GroupLayout], memory: cpu.Memory) -> None:
+    def register(self, layouts: list[GroupLayout], memory: object, device: Device[Any]) -> None:
         """Engine memory is known: check it against the namespace and start to work."""
         validate(self._layout.namespace, {self._rank: layouts})
-        self._layouts, self._memory = layouts, memory
+        self._layouts, self._memory, self._device = layouts, memory, device
         self._thread.start()
 
     # ---- the engine's thread
 
     def load(self, jobs: list[LoadJob]) -> None:
+        """Called after the step was launched: blocks to be loaded may still be zeroed by it."""
         for job in jobs:
-            self._commands.put(lambda client, job=job: self._load(client, job))  # type: ignore[misc]
+            self._commands.put(partial(self._load, job, self._device.fence()))
 
     def save(self, jobs: list[SaveJob]) -> None:
+        """Called after the step was launched: blocks to be saved may still be written by it."""
         for job in jobs:
-            self._commands.put(lambda client, job=job: self._save(client, job))  # type: ignore[misc]
+            self._commands.put(partial(self._save, job, self._device.fence()))
 
     def collect(self) -> Results:
         with self._lock:
@@ -100,10 +105,11 @@ class WorkerHalf:
                 log.exception("a transfer failed")
         client.close()
 
-    def _load(self, client: StoreClient, job: LoadJob) -> None:
+    def _load(self, job: LoadJob, fence: Callable[[], None], client: StoreClient) -> None:
         begun = time.monotonic()
         report = LoadReport(reason=MissReason.STORE_UNREACHABLE)
         try:
+            fence()
             report = self._load_all(client, job)
         finally:  # whatever happened, vLLM waits for this request's name
             report.seconds = time.monotonic() - begun
@@ -137,8 +143,10 @@ class WorkerHalf:
         ids, skip = self._targets(job, slot.index, group)
         if not ids:
             return 0
-        result = client.read(slot, self._memory, runs(self._layouts[group], ids, skip_blocks=skip))
-        return result if isinstance(result, Miss) else slot.length_bytes
+        where = runs(self._layouts[group], ids, skip_blocks=skip)
+        seed = slot.seed if slot.lease.session.verify_reads else None
+        checksum = self._device.load(slot.pieces, self._memory, where, seed)
+        return client.accept(slot, checksum) or int(where.lengths.sum())
 
     def _targets(self, job: LoadJob, index: int, group: int) -> tuple[list[int], int]:
         """The blocks that this object is to be written to, and how many of its leading blocks are not."""
@@ -156,9 +164,10 @@ class WorkerHalf:
             if self._targets(job, index, group)[0]
         }
 
-    def _save(self, client: StoreClient, job: SaveJob) -> None:
+    def _save(self, job: SaveJob, fence: Callable[[], None], client: StoreClient) -> None:
         saved_bytes = 0
         try:
+            fence()
             saved_bytes = self._save_all(client, job)
         finally:  # whatever happened, the job's blocks are let go
             with self._lock:
@@ -172,9 +181,10 @@ class WorkerHalf:
         commit: list[tuple[Put, int]] = []
         for item, put in zip(job.items, puts, strict=True):
             if put.status is PutStatus.WRITE:
-                checksum = client.write(put, self._memory, runs(self._layouts[item.group], item.block_ids))
-                if isinstance(checksum, int):
-                    commit.append((put, checksum))
+                where = runs(self._layouts[item.group], item.block_ids)
+                checksum = self._device.save(self._memory, where, put.pieces, put.seed)
+                assert checksum is not None
+                commit.append((put, checksum))
         if not commit:
             return 0
         ended = client.put_end(commit=commit, timeout_s=CALL_S).wait()
