@@ -213,7 +213,7 @@ class Connection:
                     code="KV-502",
                 )
             messages += self._reader.feed(data)
-            if len(data) < READ_BYTES and not self._holds_back():
+            if len(data) < READ_BYTES:
                 break
         return messages
 
@@ -223,10 +223,6 @@ class Connection:
         data, descriptors, _, _ = socket.recv_fds(self._socket, READ_BYTES, ARENA_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         self.descriptors += descriptors
         return data
-
-    def _holds_back(self) -> bool:
-        """TLS may have decrypted more than was asked for, of which `poll` knows nothing."""
-        return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
 
 
 def _connect(endpoint: Endpoint) -> socket.socket:

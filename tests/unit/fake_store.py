@@ -101,16 +101,23 @@ class FakeStore:
         """Like a kill: the kernel closes everything, nobody says goodbye. Idempotent."""
         if self._listener.fileno() < 0:
             return
-        for each in (self._listener, *self._sockets):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+        self._shut([self._listener])
+        self._threads[0].join(SOON_S)  # nobody is accepted after this
+        self._shut(self._sockets)
         for thread in self._threads:
             thread.join(SOON_S)
             assert not thread.is_alive()
+        for each in (self._listener, *self._sockets):
+            each.close()
         os.close(self.arena)
         while not self.liveness.empty():
             os.close(self.liveness.get())
+
+    @staticmethod
+    def _shut(sockets: list[socket.socket]) -> None:
+        for each in sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
     def take(self, kind: type[Q]) -> Q:
         """The next request of this kind."""

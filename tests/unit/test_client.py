@@ -153,6 +153,13 @@ def test_reading_nothing_still_verifies_everything(world: World) -> None:
     missed(client.read(slot, target, nothing), MissReason.CHECKSUM)
 
 
+def test_a_put_that_expired_was_not_saved(world: World) -> None:
+    store = world.store()
+    client = world.client()
+    store.on[PutEnd] = lambda request: [PutEnded(request.id, 0, [number for number, _ in request.commit])]
+    assert "1 puts" in missed(client.put(objects(1)), MissReason.LEASE_EXPIRED)
+
+
 def test_writing_without_a_slot_is_a_mistake_of_the_caller(world: World) -> None:
     world.store()
     client = world.client()
@@ -308,6 +315,19 @@ def test_losing_the_store_ends_staging(world: World) -> None:
     assert lease.end_tokens == 0
 
 
+def test_news_of_another_stores_lease_is_not_ours(world: World) -> None:
+    old = world.store()
+    client = world.client()
+    old.on[Lookup] = lambda request: [Found(request.id, 512, 5, 2)]
+    lease = held(client)
+    old.stop()
+    new = world.store("store-2")
+    until(client, lambda: client.generation == 2 and client.session is not None)
+    new.peers.get(timeout=SOON_S).sendall(encode(Staged(0, 5, 512)))
+    assert isinstance(client.ping().wait(), Done)
+    assert (lease.outcome, lease.end_tokens) == (None, 0)
+
+
 # ---- a lease in two processes
 
 
@@ -332,6 +352,7 @@ def test_a_lease_of_another_store_is_not_adopted(world: World) -> None:
     store = world.store()
     scheduler, worker = world.client(), world.client()
     scheduler.put(objects(1))
+    worker.connect()
     shared = held(scheduler).share()
     missed(worker.slots(worker.adopt(shared._replace(store="store-0"))).wait(), MissReason.LEASE_EXPIRED)
     assert not store.saw(SlotsGet)

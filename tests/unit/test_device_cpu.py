@@ -104,6 +104,25 @@ def test_a_partial_load_moves_its_runs_and_still_verifies_the_whole(
 
 
 @settings(deadline=None)
+@given(
+    length=st.integers(1, 30),
+    spaces=st.lists(st.integers(0, 13), min_size=4, max_size=20),
+    cuts=st.lists(st.integers(0, 60), max_size=4),
+)
+def test_runs_of_one_length_at_odd_distances(length: int, spaces: list[int], cuts: list[int]) -> None:
+    offsets = np.cumsum(spaces) + length * np.arange(len(spaces))
+    memory = np.random.default_rng(5).integers(0, 256, int(offsets[-1]) + length, np.uint8)
+    layout = columns([(int(offset), index * length, length) for index, offset in enumerate(offsets)])
+    slot = bytearray(length * len(spaces))
+    saved = cpu.save(memory, layout, cut(slot, cuts), SEED)
+    assert bytes(slot) == gather(memory.tobytes(), layout)
+    restored = np.zeros_like(memory)
+    assert cpu.load(cut(slot, cuts), restored, layout, SEED) == saved
+    assert gather(restored.tobytes(), layout) == bytes(slot)
+    assert int(restored.sum()) == sum(slot)
+
+
+@settings(deadline=None)
 @given(case=pages())
 def test_without_a_seed_nothing_is_hashed(case: tuple[bytes, Runs, list[int]]) -> None:
     memory, layout, cuts = case
@@ -146,6 +165,18 @@ def test_a_flipped_bit_changes_what_a_load_adds_up_to() -> None:
     saved = cpu.save(memory, cpu.whole(memory.size), [memoryview(slot)], SEED)
     slot[31_000] ^= 4
     assert cpu.load([memoryview(slot)], np.empty_like(memory), cpu.whole(memory.size), SEED) != saved
+
+
+@pytest.mark.parametrize("length", [1_000, 40])
+def test_what_is_hashed_is_what_landed(length: int) -> None:
+    """The engine's memory lies over the slot here, so that landing changes the slot: its bytes then add up to another
+    sum than those that arrived. In one run, and in rows."""
+    shared = bytearray(np.random.default_rng(4).integers(0, 256, 1_100, np.uint8).tobytes())
+    slot, memory = memoryview(shared)[:1_000], memoryview(shared)[100:]
+    expected = checksum([memoryview(bytes(slot))], SEED)
+    layout = columns([(start, start, length) for start in range(0, 1_000, length)])
+    assert cpu.load([slot], memory, layout, SEED) == expected
+    assert checksum([slot], SEED) != expected
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import socket
 import ssl
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvtally import link as link_module
-from kvtally.client import StoreClient
+from kvtally.client import Miss, StoreClient
 from kvtally.connection import endpoint
 from kvtally.core.keys import CHAIN_BYTES
 from kvtally.errors import ConfigError
@@ -141,6 +142,20 @@ def test_what_comes_too_late_is_given_back(world: World) -> None:
     assert (release.leases, aborted.abort, aborted.commit) == ([77], [88], [])
 
 
+def test_a_call_that_expired_before_the_handshake_is_never_sent(world: World) -> None:
+    store = world.store()
+    store.on[Hello] = lambda _: []
+    client = world.client()
+    missed(client.ping(timeout_s=0.05).wait(), MissReason.DEADLINE)
+    cancelled = client.ping()
+    cancelled.cancel()
+    stats = client.stats()
+    hello = store.take(Hello)
+    store.peers.get(timeout=SOON_S).sendall(encode(Welcome(hello.id, 1)))
+    assert isinstance(stats.wait(), Stats)
+    assert not store.saw(Ping)
+
+
 def test_late_answers_to_other_calls_are_dropped(world: World) -> None:
     store = world.store()
     client = world.client()
@@ -172,17 +187,47 @@ def test_a_store_that_comes_up_later_is_found(world: World) -> None:
     assert isinstance(client.ping().wait(), Done)
 
 
+class Counting(random.Random):
+    """Counts the pauses, and makes each as long as it may be."""
+
+    attempts = 0
+
+    def uniform(self, a: float, b: float) -> float:
+        self.attempts += 1
+        return b
+
+
 def test_attempts_become_rarer(world: World) -> None:
-    class Counting(random.Random):
-        attempts = 0
-
-        def uniform(self, a: float, b: float) -> float:
-            self.attempts += 1
-            return b
-
     jitter = Counting()
     missed(world.client(jitter=jitter).connect(0.6), MissReason.STORE_UNREACHABLE)
     assert 3 <= jitter.attempts <= 4  # at 0, 0.05, 0.15 and 0.35 s; the next is due at 0.75
+
+
+def test_after_a_success_attempts_are_frequent_again(world: World) -> None:
+    jitter = Counting()
+    client = world.client(jitter=jitter)
+    missed(client.connect(0.4), MissReason.STORE_UNREACHABLE)  # the next pause is 0.4 s, then 0.8
+    store = world.store()
+    assert isinstance(client.connect(), link_module.Session)
+    store.peers.get(timeout=SOON_S).shutdown(socket.SHUT_RDWR)
+    until(client, lambda: client.session is None)
+    begun = time.monotonic()
+    assert isinstance(client.connect(), link_module.Session)
+    assert time.monotonic() - begun < 0.4
+
+
+def test_descriptors_do_not_leak(world: World) -> None:
+    store = world.store()
+    store.on[Hello] = lambda request: [Refused(request.id, "KV-503", "no", "None.")]
+    opened = len(os.listdir("/proc/self/fd"))
+    for protocol, count in ((PROTOCOL_VERSION, 2), (PROTOCOL_VERSION + 1, 2), (PROTOCOL_VERSION, 1)):
+        store.protocol, store.descriptors_count = protocol, count
+        with StoreClient(world.path) as client:
+            assert isinstance(client.ping().wait(), Miss)
+        store.peers.get(timeout=SOON_S)
+        os.close(store.liveness.get(timeout=SOON_S))
+    # Of the three connections only the store's own ends may still be open.
+    assert len(os.listdir("/proc/self/fd")) <= opened + 3
 
 
 @pytest.mark.parametrize(
@@ -240,7 +285,8 @@ def test_an_arena_smaller_than_announced_is_not_mapped(world: World) -> None:
     assert "4096" in missed(world.client().ping().wait(), MissReason.STORE_UNREACHABLE)
 
 
-def test_another_protocol_is_refused_with_a_remedy(world: World) -> None:
+def test_another_protocol_is_refused_with_a_remedy(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "FIRST_PAUSE_S", 0.001)
     store = world.store()
     store.protocol = PROTOCOL_VERSION + 1
     client = world.client()
@@ -251,6 +297,8 @@ def test_another_protocol_is_refused_with_a_remedy(world: World) -> None:
     begun = time.monotonic()
     missed(client.connect(), MissReason.REFUSED)
     assert time.monotonic() - begun < 1.0
+    while time.monotonic() - begun < 0.1:
+        client.poll()
     assert store.peers.qsize() <= 1  # a refusal is not hammered at
 
 
@@ -330,6 +378,14 @@ def test_messages_over_the_stores_limit_are_not_sent(world: World) -> None:
     assert isinstance(client.ping().wait(), Done)
     assert not store.saw(Lookup)
     assert client.generation == 1
+
+
+def test_a_reply_over_the_stores_own_limit_ends_the_connection(world: World) -> None:
+    store = world.store()
+    store.limits = Limits(frame_bytes=1_000)
+    client = world.client()
+    store.on[StatsGet] = lambda request: [Stats(request.id, {"x": "y" * 2_000})]
+    assert "over the limit" in missed(client.stats().wait(), MissReason.STORE_UNREACHABLE)
 
 
 def test_a_large_reply_arrives_whole(world: World) -> None:

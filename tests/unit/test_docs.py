@@ -1,0 +1,154 @@
+"""Documents that name code, settings, metrics or one another are right about them."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from types import UnionType
+from typing import get_args
+
+import msgspec
+import pytest
+import typer
+
+from kvtally.cli.main import app
+from kvtally.config import DEFAULT_FILE
+from kvtally.errors import CODES
+from kvtally.store.metrics import METRICS, Kind
+from kvtally.wire import messages
+from kvtally.wire.limits import Limits
+from kvtally.wire.messages import Message, MissReason, Reply, Request
+
+ROOT = Path(__file__).parents[2]
+DOCS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+NESTED = (messages.Slot, messages.PutObject, messages.PutSlot)
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def exists(dotted: str) -> bool:
+    """Whether `kvtally.a.b.C.d` is a module, or something that can be reached from one."""
+    parts = dotted.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError as error:
+            if error.name is None or not dotted.startswith(error.name):
+                raise  # it is there, but something that it needs is not
+            continue
+        for part in parts[count:]:
+            if part in getattr(found, "__annotations__", {}):  # a field of a record
+                return True
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("path", DOCS, ids=name_of)
+def test_code_that_is_named_exists(path: Path) -> None:
+    named = set(re.findall(r"`(kvtally(?:\.\w+)+)`", path.read_text(encoding="utf-8"))) - {DEFAULT_FILE}
+    assert [dotted for dotted in sorted(named) if not exists(dotted)] == []
+
+
+def test_the_walk_names_functions() -> None:
+    """The two walks through the code are worth nothing without the places to look at."""
+    walks = text_of("docs/architecture.md").split("## Follow one chunk: ")[1:]
+    assert [len(re.findall(r"`kvtally(?:\.\w+)+`", walk.split("\n## ")[0])) >= 10 for walk in walks] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "wrong", ["kvtally.core.keys.no_such", "kvtally.nothing.here", "kvtally.client.StoreClient.no"]
+)
+def test_a_wrong_name_is_noticed(wrong: str) -> None:
+    assert not exists(wrong)
+
+
+@pytest.mark.parametrize("path", DOCS, ids=name_of)
+def test_files_and_headings_that_are_linked_exist(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = path.parent / name if name else path
+        assert linked.exists(), f"{target} is not there"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {slug(heading) for heading in headings}, f"{target} has no such heading"
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("path", DOCS, ids=name_of)
+def test_commands_and_codes_that_are_named_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    named = set(re.findall(r"(?:`|^|bin/)kvtally ([a-z]+)", text, re.MULTILINE)) - {"route", "up"}
+    assert named <= commands
+    assert set(re.findall(r"KV-\d{3}", text)) <= set(CODES)
+
+
+def test_readme_is_short_and_has_a_place_for_figures() -> None:
+    text = text_of("README.md")
+    assert len(text.splitlines()) <= 150
+    assert text.index("<!-- bench:store -->") < text.index("<!-- /bench:store -->")
+
+
+@pytest.mark.parametrize("path", DECISIONS, ids=name_of)
+def test_a_decision_has_its_four_parts(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith(f"# {path.name[:4]}: ")
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings == ["Context", "Decision", "Rejected options", "What would change our mind"]
+
+
+def test_decisions_are_numbered_without_gaps() -> None:
+    assert [int(path.name[:4]) for path in DECISIONS] == list(range(1, len(DECISIONS) + 1))
+
+
+def test_the_glossary_explains_each_word_once() -> None:
+    words = re.findall(r"^\*\*([^*]+)\*\*:", text_of("docs/glossary.md"), re.MULTILINE)
+    assert len(words) > 40
+    assert sorted(words) == sorted(set(words))
+
+
+def members(union: UnionType) -> list[type[Message]]:
+    return list(get_args(union))
+
+
+@pytest.mark.parametrize("message", [*members(Request), *members(Reply), *NESTED], ids=lambda kind: kind.__name__)
+def test_protocol_has_every_message_with_its_fields(message: type[Message]) -> None:
+    tag = message.__struct_config__.tag
+    fields = ", ".join(f"`{name}`" for name in message.__struct_fields__)
+    assert f"\n| `{message.__name__}` | `{tag}` | {fields} | " in text_of("docs/protocol.md")
+
+
+def test_protocol_has_every_limit() -> None:
+    text = text_of("docs/protocol.md")
+    rows = [f"\n| `{field.name}` | {field.default:,} | " for field in msgspec.structs.fields(Limits)]
+    assert [row for row in rows if row not in text] == []
+
+
+def test_operations_has_every_metric() -> None:
+    rows = []
+    for entry in METRICS:
+        name = entry.name + ("_total" if entry.kind is Kind.COUNTER else "")
+        labels = ", ".join(f"`{label}`" for label in entry.labels) or "-"
+        rows.append(f"| `{name}` | {entry.kind} | {labels} | {entry.help} |")
+    assert "\n".join(rows) in text_of("docs/operations.md")
+
+
+def test_operations_has_every_miss_reason() -> None:
+    named = re.findall(r"^\| `(\w+)` \|", text_of("docs/operations.md").split("## Miss reasons")[1], re.MULTILINE)
+    assert named[: len(MissReason)] == [str(reason) for reason in MissReason]
