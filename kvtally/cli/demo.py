@@ -36,6 +36,7 @@ from rich.text import Text
 import kvtally
 from kvtally.cli.render import Stats, read_stats
 from kvtally.client import Miss, StoreClient
+from kvtally.config import LONGEST_SOCKET_PATH_BYTES
 from kvtally.core.geometry import runs
 from kvtally.core.receipts import Role, Verdict
 from kvtally.errors import KVTallyError, TierError, TransportError
@@ -47,6 +48,7 @@ SIZE = "64MiB"
 SHARED_TOKENS = 6 * NAMESPACE.chunk_tokens  # the beginning that two prompts have in common
 NEXT_CHUNK = SHARED_TOKENS // NAMESPACE.chunk_tokens  # index of the first chunk after it
 LOG_LINES = 5
+SOCKET_NAME_BYTES = len("/kvtally-demo-12345678/store.sock")
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
@@ -81,7 +83,10 @@ def main(arguments: Sequence[str]) -> int:
     begun = time.monotonic()
     table = None if options.json else Report()
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="kvtally-demo-") as directory, Stage(Path(directory)) as stage:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvtally-demo-", dir=_place()) as directory,
+        Stage(Path(directory)) as stage,
+    ):
         for row in play(stage):
             rows.append(row)
             if table is not None:
@@ -93,6 +98,12 @@ def main(arguments: Sequence[str]) -> int:
     else:
         table.finish(rows, seconds)
     return 0 if is_proved(rows) else 1
+
+
+def _place() -> str:
+    """Where the demo's directory goes: the usual place, unless a socket's path beneath it would be too long."""
+    usual = tempfile.gettempdir()
+    return usual if len(os.fsencode(usual)) + SOCKET_NAME_BYTES <= LONGEST_SOCKET_PATH_BYTES else "/tmp"
 
 
 def is_proved(rows: Sequence[Row]) -> bool:
@@ -309,7 +320,7 @@ class Child:
         state = "ended" if self.process.poll() is not None else "still runs"
         return TransportError(
             f"{self.name} {what}; it {state} and said: {last or 'nothing'}",
-            remedy="If the machine is very busy or TMPDIR is a very long path, change that and try again.",
+            remedy="If the machine is very busy, try again when it is not; otherwise report this.",
             code="KV-501",
         )
 

@@ -24,13 +24,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from kvtally.core.checksum import object_checksum
 from kvtally.core.keys import ObjectKey
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.core.space import Piece
 from kvtally.errors import KVTallyError
 from kvtally.store.context import TierInfo
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, RemoveJob, WriteJob
+from kvtally.store.mover import read_verified
 from kvtally.store.store import Store
 from kvtally.store.tiers.base import Tier
 from kvtally.store.tiers.disk import DiskTier
@@ -232,9 +232,7 @@ class Node:
                     self.durable.pop(job.record.key, None)
                     self.durable[job.record.key] = None
             elif isinstance(job, ReadJob):
-                views = self.views(job.pieces)
-                tier.read(job.record, views)
-                if object_checksum(job.record.key, job.record.length_bytes, views) != job.record.checksum:
+                if not read_verified(tier, job.record, self.views(job.pieces)):
                     outcome = Outcome(code="KV-401")
             elif isinstance(job, FindJob):
                 outcome = Outcome(found=tuple(tier.find(job.keys)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from random import Random
 
@@ -187,7 +187,7 @@ class MemoryTier:
         self.objects[record.key] = (record, data)
         self.used_bytes += len(data)
 
-    def read(self, record: ObjectRecord, target: Sequence[memoryview]) -> None:
+    def read(self, record: ObjectRecord, target: Sequence[memoryview], landed: Callable[[memoryview], None]) -> None:
         held = self.objects.get(record.key)
         if held is None:
             raise TierError(f"{self.name} does not hold this object", remedy="It is recomputed.", code="KV-603")
@@ -198,6 +198,7 @@ class MemoryTier:
         for view in target:
             view[:] = data[position : position + len(view)]
             position += len(view)
+            landed(view)
 
     def remove(self, keys: Sequence[ObjectKey]) -> None:
         for key in keys:

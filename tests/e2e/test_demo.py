@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,13 @@ import pytest
 from kvtally.cli import demo
 
 DEADLINE_S = 50
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A short one: sockets are kept beneath it, and a socket's path must not be long."""
+    with tempfile.TemporaryDirectory(prefix="kvt-") as path:
+        yield Path(path)
 
 
 def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -53,8 +61,8 @@ def wait_for_processes(directory: Path, count: int) -> None:
         time.sleep(0.02)
 
 
-def test_every_step_is_proved_and_nothing_is_left_behind(tmp_path: Path) -> None:
-    with start(tmp_path, "--json") as running:
+def test_every_step_is_proved_and_nothing_is_left_behind(directory: Path) -> None:
+    with start(directory, "--json") as running:
         out, err = running.communicate(timeout=DEADLINE_S)
     assert running.returncode == 0, err
     told = json.loads(out)
@@ -63,20 +71,27 @@ def test_every_step_is_proved_and_nothing_is_left_behind(tmp_path: Path) -> None
     assert [step["proved"] for step in told["steps"]] == [True] * 10
     assert [step["output_equal"] for step in told["steps"]].count(False) == 1  # the control
     assert {step["reason"] for step in told["steps"]} >= {"absent", "checksum", "store_unreachable"}
-    assert list((tmp_path / "tmp").iterdir()) == []
-    assert processes(tmp_path) == []
+    assert list((directory / "tmp").iterdir()) == []
+    assert processes(directory) == []
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
-def test_no_process_outlives_it(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    with start(tmp_path) as running:
-        wait_for_processes(tmp_path, 3)  # the store and both engines
+def test_no_process_outlives_it(directory: Path, number: signal.Signals, code: int) -> None:
+    with start(directory) as running:
+        wait_for_processes(directory, 3)  # the store and both engines
         running.send_signal(number)
         running.communicate(timeout=DEADLINE_S)
     assert running.returncode == code
-    wait_for_processes(tmp_path, 0)
+    wait_for_processes(directory, 0)
     if number != signal.SIGKILL:
-        assert list((tmp_path / "tmp").iterdir()) == []
+        assert list((directory / "tmp").iterdir()) == []
+
+
+def test_a_long_temporary_path_is_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 80)
+    assert demo._place() == "/tmp"
+    monkeypatch.setattr(tempfile, "tempdir", "/short")
+    assert demo._place() == "/short"
 
 
 @pytest.fixture
