@@ -4,8 +4,8 @@
     slot ──memcpy──▶ pinned buffer ──one copy──▶ GPU buffer ──copies on the GPU──▶ GPU pages         load
 
 One copy over the bus for each object, on a stream of its own. What crosses the bus is checked on the host: a save
-hashes what landed in the slot, a load what it took from there. Owns its staging buffers and stream. Threading: `fence` is for
-the engine's thread, the rest for the worker half's.
+hashes what landed in the slot, a load what it took from there. Owns its staging buffers and stream. Threading: `fence`
+is for the engine's thread, the rest for the worker half's.
 """
 
 from __future__ import annotations

@@ -216,7 +216,11 @@ class Reads:
             )
             return "KV-302", message, "Ask for a shorter prefix."
         rising = all(before < after for before, after in pairwise(ends))
-        if len(request.chains) != CHAIN_BYTES * len(ends) or not rising or (ends and not 0 < ends[0] <= ends[-1] < 1 << 32):
+        if (
+            len(request.chains) != CHAIN_BYTES * len(ends)
+            or not rising
+            or (ends and not 0 < ends[0] <= ends[-1] < 1 << 32)
+        ):
             return (
                 "KV-503",
                 "a lookup's chains and boundaries do not match",
@@ -326,12 +330,27 @@ class Reads:
         lease = Lease(number, session, family, request, view.path, view.hit.end_tokens, needs, alarm, started_ns=now_ns)
         self._leases[number] = lease
         session.leases.add(number)
-        for _, node, mask in needs:
+        for _, node, _ in needs:
             self._residency.pin(node)
-            for bit in each_bit(mask & ~self._residency.arena_mask(node)):
-                self._stage(lease, node, bit, now_ns)
+        self._stage_missing(lease, now_ns)
         lease.announced = not lease.awaited
         return lease
+
+    def _aim(self, lease: Lease, hit: Hit) -> None:
+        """Let the lease hold what another hit needs."""
+        if hit.end_tokens == lease.end_tokens:
+            return
+        needs = self._needs(lease.family, lease.request, lease.path, hit) if hit.end_tokens else []
+        for _, node, _ in needs:
+            self._residency.pin(node)
+        for _, node, _ in lease.needs:
+            self._residency.unpin(node)
+        lease.needs, lease.end_tokens = needs, hit.end_tokens
+
+    def _stage_missing(self, lease: Lease, now_ns: int) -> None:
+        for _, node, mask in lease.needs:
+            for bit in each_bit(mask & ~self._residency.arena_mask(node)):
+                self._stage(lease, node, bit, now_ns)
 
     @staticmethod
     def _needs(family: Family, request: Lookup, path: Sequence[Node | None], hit: Hit) -> list[tuple[int, Node, int]]:
@@ -520,15 +539,17 @@ class Reads:
     def _announce(self, lease: Lease, now_ns: int) -> None:
         """All that could be staged is: promise the boundary that is whole in the arena now, if need be a lower one."""
         family, request = lease.family, lease.request
+        lease.path = self._residency.path(family, request.chains)
         rows = self._residency.presence(family, self._residency.masks(family, lease.path, [ARENA]))
         hit = self._hit(family, request, rows)
-        if hit.end_tokens != lease.end_tokens:
-            needs = self._needs(family, request, lease.path, hit) if hit.end_tokens else []
-            for _, node, _ in needs:
-                self._residency.pin(node)
-            for _, node, _ in lease.needs:
-                self._residency.unpin(node)
-            lease.needs, lease.end_tokens = needs, hit.end_tokens
+        if hit.end_tokens < lease.end_tokens and lease.reason in (MissReason.CHECKSUM, MissReason.ABSENT):
+            # What failed is out of the index now, so this ends: a lower boundary may still be whole further down.
+            below = self._view(family, request, now_ns).hit
+            if below.end_tokens > hit.end_tokens:
+                self._aim(lease, below)
+                self._stage_missing(lease, now_ns)
+                return
+        self._aim(lease, hit)
         lease.announced = True
         self._count(request, hit.end_tokens, lease.reason)
         from_below = sum(node.end - node.start for _, node, _ in lease.needs if node in lease.staged)

@@ -41,8 +41,7 @@ from kvtally.vllm.worker import Results, WorkerHalf
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -143,15 +142,20 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         return False  # a save that is lost is a later miss, nothing more
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return self._scheduler is not None and self._scheduler.supports_divergence
+
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         return "LBHNC"  # one block of one layer is one run of bytes
 
     # ---- scheduler half
 
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
-            self._scheduler.bind_pool(gpu_block_pool)
+            self._scheduler.bind(kv_cache_manager)
 
     @edge(lambda: None)
     def on_new_request(self, request: Request) -> None:

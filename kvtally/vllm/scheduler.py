@@ -27,7 +27,7 @@ from kvtally.wire.messages import MissReason
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -64,7 +64,10 @@ class SchedulerHalf:
         self._inquiries = inquiries
         self._world_size = world_size
         self._wait_ns = wait_ms * 1_000_000
+        self._manager: KVCacheManager | None = None
         self._pool: BlockPool | None = None
+        self._diverging = True
+        self._diverge_again = True
         self._tracks: dict[str, Track] = {}
         self._held: dict[int, tuple[list[int], int]] = {}  # save job -> blocks held for it, ranks still to report
         self._loads: list[LoadJob] = []
@@ -76,8 +79,9 @@ class SchedulerHalf:
         self.misses: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
 
-    def bind_pool(self, pool: BlockPool) -> None:
-        self._pool = pool
+    def bind(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+        self._pool = manager.block_pool
 
     # ---- hits
 
@@ -121,10 +125,30 @@ class SchedulerHalf:
             track.reason = answer.reason
             known = answer.end_tokens // self._layout.namespace.chunk_tokens
             track.saved_chunks = max(track.saved_chunks, known)
-        external = track.answer.end_tokens - computed_tokens
-        if external <= 0 or track.answer.lease is None or not track.answer.lease.is_live:
+        if track.answer.lease is None or not track.answer.lease.is_live:
             return 0, False
-        return external, True
+        external = track.answer.end_tokens - computed_tokens
+        if external > 0:
+            return external, True
+        return (None, False) if self._state_lags(request, track.answer.end_tokens) else (0, False)
+
+    @property
+    def supports_divergence(self) -> bool:
+        """Whether vLLM may report attention it still holds although the state there is gone (see `_state_lags`)."""
+        return self._has_states and self._diverging
+
+    def _state_lags(self, request: Request, end_tokens: int) -> bool:
+        """Whether the engine holds attention up to our hit or beyond, but the state only we have.
+
+        vLLM can take a state only together with at least one external token, and would throw its attention hit away.
+        So for one step we do not support divergence: vLLM then reports what all its groups hold, and we load the rest.
+        """
+        if not self._diverging or not self._has_states or self._manager is None:
+            return False
+        if self._manager.get_computed_blocks(request)[1] >= end_tokens:
+            return False
+        self._diverging = self._diverge_again = False
+        return True
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         track = self._tracks.get(request.request_id)
@@ -161,6 +185,7 @@ class SchedulerHalf:
     # ---- one step
 
     def build_metadata(self, output: SchedulerOutput) -> Metadata:
+        self._diverging, self._diverge_again = self._diverge_again, True
         metadata = Metadata(self._loads, self._late_saves)
         self._loads, self._late_saves = [], []
         state = output.kv_connector_block_state

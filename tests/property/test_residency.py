@@ -23,7 +23,7 @@ bits = st.integers(0, WIDTH - 1)
 
 
 class Machine(RuleBasedStateMachine):
-    """Paths are lists of small token values; the model remembers what is resident where, who is pinned, who was used when."""
+    """Paths are lists of small token values; the model remembers what is resident where."""
 
     @initialize(granules=st.integers(4, 24))
     def start(self, granules: int) -> None:
@@ -43,8 +43,9 @@ class Machine(RuleBasedStateMachine):
             if parent != ROOT_CHAIN:
                 self.residency.unpin(self.family.nodes[parent])
             parent, start = chain, end
-        self.residency.unpin(node)
-        return self.family.nodes.get(parent) or self.residency.ensure(self.family, node.chain, node.parent.chain, node.start, node.end)  # type: ignore[union-attr]
+        self.residency.unpin(node)  # which may have dropped it again
+        assert node.parent is not None
+        return self.residency.ensure(self.family, node.chain, node.parent.chain, node.start, node.end)
 
     @rule(path=chunks, bit=bits, length=st.integers(1, 6 * GRANULE_BYTES))
     def begin(self, path: list[int], bit: int, length: int) -> None:

@@ -31,6 +31,9 @@ PICKLES = ("pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve")
 # Where anything may be caught: the engine's edge and the supervisors of threads and tasks. Each logs what it caught.
 MAY_CATCH_ALL = {
     ("kvtally.store.mover", "_outcome"),
+    ("kvtally.vllm.connector", "guarded"),
+    ("kvtally.vllm.inquiry", "_run"),
+    ("kvtally.vllm.worker", "_run"),
 }
 
 Rule = Callable[[str, ast.Module], Iterator[str]]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtally import machine
-from kvtally.config import LONGEST_SOCKET_PATH_BYTES, Origin, Settings, StoreConfig, load
+from kvtally.config import LONGEST_SOCKET_PATH_BYTES, ConnectorConfig, Origin, Settings, StoreConfig, load
 from kvtally.errors import ConfigError, Disposition
 from kvtally.machine import available_memory_bytes
 from kvtally.settings import SETTINGS, settings_table
@@ -313,7 +313,19 @@ class TestDocumentation:
         assert settings_table() in text, "replace the table in docs/operations.md with that of settings_table()"
 
     def test_every_setting_fills_a_field(self) -> None:
-        assert {setting.field or setting.name for setting in SETTINGS.values()} == set(StoreConfig.__struct_fields__)
+        for section, config in (("store", StoreConfig), ("connector", ConnectorConfig)):
+            settings = [setting for setting in SETTINGS.values() if setting.section == section]
+            assert {setting.field or setting.name for setting in settings} == set(config.__struct_fields__)
+
+    def test_an_engine_s_extra_settings_win_and_unknown_ones_are_refused(self) -> None:
+        connector = load(extra={"wait_ms": 5, "on_unsupported": "serve"}, environ={}).connector()
+        assert (connector.wait_ms, connector.on_unsupported, connector.autostart) == (5, "serve", True)
+        with pytest.raises(ConfigError, match="wait_ms") as caught:
+            load(extra={"wait_m": 5}, environ={})
+        assert caught.value.code == "KV-101"
+        for wrong in ({"wait_ms": "soon"}, {"on_unsupported": "perhaps"}, {"autostart": "maybe"}):
+            with pytest.raises(ConfigError):
+                load(extra=wrong, environ={}).connector()
 
     def test_the_example_works_and_names_every_setting_that_has_a_flag(self) -> None:
         path = ROOT / "examples" / "store.yaml"

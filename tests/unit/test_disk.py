@@ -1,4 +1,4 @@
-"""The disk tier's own promises on a device that fails: nothing lost but what the failure hit, nothing wrong that verifies."""
+"""The disk tier on a device that fails: nothing is lost but what the failure hit, and nothing wrong verifies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtally.errors import IntegrityError, TierError
 from kvtally.store.tiers.base import ObjectRecord
 from kvtally.store.tiers.disk import READ_STEP_BYTES, DiskTier
 from kvtally.store.tiers.files import open_disk
-from kvtally.testing.tiers import MemoryDevice, Operation, sample_record
+from kvtally.testing.tiers import MemoryDevice, Operation
 from tests.unit.disk_kit import CAPACITY_BYTES, code_of, get, on_memory, put, verifies
 
 

@@ -59,9 +59,9 @@ def test_a_flipped_bit_anywhere_in_the_journal_costs_one_object_at_most() -> Non
     tier.remove([sample_record(4, b"").key])
     alive = {record.key for record in tier.recover()}
     removed = sample_record(4, b"").key
-    journal, data = bytes(device.journal), bytes(device.data)
-    for position in range(len(journal)):
-        device.journal[:], device.data[:] = journal, data
+    whole, data = bytes(device.journal), bytes(device.data)
+    for position in range(len(whole)):
+        device.journal[:], device.data[:] = whole, data
         device.journal[position] ^= 1 << (position % 8)
         damaged = on_memory(device)
         records = list(damaged.recover())

@@ -19,6 +19,7 @@ from kvtally.store.arena import Arena
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, RemoveJob, WriteJob
 from kvtally.store.mover import Batch, Mover
 from kvtally.store.tiers.base import ObjectRecord
+from kvtally.store.tiers.files import open_disk
 from kvtally.testing.tiers import MemoryTier, sample_record
 from kvtally.wire.limits import MIB
 
@@ -44,9 +45,9 @@ class WatchedTier:
         self.inner.write(record, source)
         self.changes.append(("write", record.chain))
 
-    def read(self, record: ObjectRecord, target: Sequence[memoryview]) -> None:
+    def read(self, record: ObjectRecord, target: Sequence[memoryview], landed: Callable[[memoryview], None]) -> None:
         self.before("read")
-        self.inner.read(record, target)
+        self.inner.read(record, target, landed)
 
     def remove(self, keys: Sequence[ObjectKey]) -> None:
         self.before("remove")
@@ -136,6 +137,28 @@ def test_wrong_bytes_are_never_called_right(arena: Arena, tier: WatchedTier, loo
         for number, wanted in enumerate([record, msgspec.structs.replace(other, checksum=record.checksum)])
     )
     assert {outcome.code for outcome in loop.outcomes(2).values()} == {"KV-401"}
+
+
+class SilentTier(MemoryTier):
+    """Reports all but the last part of what it brings up."""
+
+    def read(self, record: ObjectRecord, target: Sequence[memoryview], landed: Callable[[memoryview], None]) -> None:
+        parts: list[memoryview] = []
+        super().read(record, target, parts.append)
+        for part in parts[:-1]:
+            landed(part)
+
+
+def test_bytes_that_were_not_reported_are_not_verified(arena: Arena, loop: Loop) -> None:
+    data = os.urandom(8192)
+    record = sample_record(1, data)
+    tier = SilentTier()
+    tier.write(record, [memoryview(data)])
+    mover = Mover([tier], arena)
+    mover.start(post=loop.posted.put, deliver=loop.batches.append)
+    mover.submit([ReadJob(id=1, tier=TIER, record=record, pieces=(Piece(0, 4096), Piece(8192, 4096)))])
+    assert loop.outcomes(1)[1].code == "KV-401"
+    assert mover.stop(10)
 
 
 def test_an_error_of_the_tier_becomes_its_code(tier: WatchedTier, loop: Loop, mover: Mover) -> None:
@@ -231,39 +254,24 @@ def test_stop_drops_what_is_queued_and_reports_a_hung_device(arena: Arena) -> No
     assert len(tier.inner.objects) == 1
 
 
-class FileTier(WatchedTier):
-    """Reads each object from one file, as plainly as can be."""
-
-    def __init__(self, path: Path, length_bytes: int) -> None:
-        super().__init__()
-        self._fd = os.open(path, os.O_RDONLY)
-        self._length_bytes = length_bytes
-
-    def read(self, record: ObjectRecord, target: Sequence[memoryview]) -> None:
-        os.preadv(self._fd, target, int.from_bytes(record.chain, "big") * self._length_bytes)
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
 @pytest.mark.slow
 def test_verified_reads_reach_most_of_a_plain_preadv(tmp_path: Path) -> None:
     """64 objects of 2 MiB from a warm page cache, against one thread that only reads them. The best rounds of a few
     seconds count, because other processes share the cores."""
     count, length = 64, 2 * MIB
-    path = tmp_path / "objects"
-    payloads = [os.urandom(length) for _ in range(count)]
-    path.write_bytes(b"".join(payloads))
     arena = Arena(count * length)
     arena.populate()
     assert arena.wait_populated(30)
-    tier, loop = FileTier(path, length), Loop()
-    jobs = [
-        ReadJob(id=number, tier=TIER, record=sample_record(number, data), pieces=(Piece(number * length, length),))
-        for number, data in enumerate(payloads)
-    ]
+    tier, loop = open_disk(tmp_path, count * length), Loop()
+    jobs = []
+    for number in range(count):
+        data = os.urandom(length)
+        record = sample_record(number, data)
+        tier.write(record, [memoryview(data)])
+        jobs.append(ReadJob(id=number, tier=TIER, record=record, pieces=(Piece(number * length, length),)))
     mover = Mover([tier], arena)
     mover.start(post=loop.posted.put, deliver=loop.batches.append)
+    fd = os.open(tmp_path / "data", os.O_RDONLY)
     plain_s: list[float] = []
     moved_s: list[float] = []
     deadline = time.monotonic() + 10
@@ -271,12 +279,13 @@ def test_verified_reads_reach_most_of_a_plain_preadv(tmp_path: Path) -> None:
         assert time.monotonic() < deadline, f"at best {min(plain_s) / min(moved_s):.2f} of a plain read"
         begun = time.perf_counter()
         for job in jobs:
-            tier.read(job.record, arena.views(job.pieces))
+            assert os.preadv(fd, arena.views(job.pieces), job.pieces[0].offset) == length
         plain_s.append(time.perf_counter() - begun)
         begun = time.perf_counter()
         mover.submit(jobs)
         assert {outcome.code for outcome in loop.outcomes(count).values()} == {""}
         moved_s.append(time.perf_counter() - begun)
     assert mover.stop(10)
+    os.close(fd)
     tier.close()
     arena.close()

@@ -1,33 +1,24 @@
-"""The daemon's edge: who gets in, what ends a connection, what passes through, and how it starts and stops."""
+"""The daemon's edge: who gets in, what ends a connection, what passes through."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import shutil
 import signal
-import socket
 import ssl
 import stat
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvtally import __version__
-from kvtally.config import StoreConfig
-from kvtally.errors import ConfigError
-from kvtally.shm import Mapping
-from kvtally.store import server
 from kvtally.store.server import StoreServer, new_event_loop
-from kvtally.store.tiers.base import ObjectRecord
-from kvtally.testing.tiers import MemoryTier
 from kvtally.wire.auth import proof
 from kvtally.wire.frames import encode
 from kvtally.wire.limits import MIB, Limits
@@ -44,7 +35,6 @@ from kvtally.wire.messages import (
     Refused,
     Request,
     SlotsGet,
-    Staged,
     Stats,
     StatsGet,
     Welcome,
@@ -411,222 +401,3 @@ def test_tcp_with_tls(bench: Bench, certificate: tuple[Path, Path]) -> None:
     plain.socket.sendall(encode(Ping(1)))
     with contextlib.suppress(ConnectionResetError):
         assert not plain.socket.recv(100).startswith(b"\x00")  # an alert at most, never a frame
-
-
-# ---- starting and stopping
-
-
-def refusal(config: StoreConfig) -> ConfigError:
-    with pytest.raises(ConfigError) as info:
-        Running(StoreServer(config))
-    return info.value
-
-
-def test_a_second_store_on_the_same_socket_is_refused(bench: Bench) -> None:
-    bench.start()
-    peer = bench.client()
-    inode = os.stat(bench.path).st_ino
-    assert refusal(bench.config()).code == "KV-104"
-    assert os.stat(bench.path).st_ino == inode
-    assert peer.ask(Ping(2)) == Done(2)
-    bench.client()
-
-
-def test_a_stale_socket_is_taken_over(bench: Bench) -> None:
-    Path(bench.path).parent.mkdir(mode=0o700)
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(bench.path)
-    bench.start()
-    bench.client()
-
-
-def test_stopping_closes_connections_and_removes_the_socket(bench: Bench) -> None:
-    running = bench.start()
-    peer = bench.client()
-    running.stop()
-    assert peer.is_closed()
-    assert not Path(bench.path).exists()
-    bench.start()
-    bench.client()
-
-
-def open_descriptors() -> int:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
-
-
-@pytest.mark.parametrize("loop_factory", LOOPS)
-def test_a_stopped_store_has_let_go_of_everything(bench: Bench, tmp_path: Path, loop_factory: LoopFactory) -> None:
-    settings: dict[str, object] = {"tcp": "127.0.0.1:0", "admin": "127.0.0.1:0", "token": TOKEN}
-    settings |= {"disk": str(tmp_path / "disk"), "disk_bytes": 16 * MIB}
-    before, threads = open_descriptors(), threading.active_count()
-    running = bench.start(StoreServer(bench.config(**settings)), loop_factory=loop_factory)
-    peers = [bench.client(), bench.connect(), bench.connect_tcp(running)]
-    refusal(bench.config(**settings))
-    running.stop()
-    for peer in peers:
-        peer.close()
-    assert (open_descriptors(), threading.active_count()) == (before, threads)
-
-
-def test_a_file_that_is_no_socket_is_left_alone(bench: Bench) -> None:
-    path = Path(bench.path)
-    path.parent.mkdir(mode=0o700)
-    path.write_text("precious")
-    assert refusal(bench.config()).code == "KV-102"
-    assert path.read_text() == "precious"
-
-
-def test_a_directory_others_can_write_is_refused(bench: Bench) -> None:
-    directory = Path(bench.path).parent
-    directory.mkdir()
-    directory.chmod(0o777)
-    assert refusal(bench.config()).code == "KV-103"
-    assert list(directory.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("settings", "code"),
-    [
-        ({"socket": "/tmp/" + "x" * 200}, "KV-102"),
-        ({"memory_bytes": 1 << 60}, "KV-102"),
-        ({"tcp": "127.0.0.1:0"}, "KV-100"),
-        ({"tcp": "127.0.0.1:0", "token": TOKEN, "tls_cert": "/nowhere", "tls_key": "/nowhere"}, "KV-100"),
-        ({"tcp": "nonsense", "token": TOKEN}, "KV-102"),
-        ({"admin": "0.0.0.0:0"}, "KV-102"),
-        ({"admin": "127.0.0.1.example.org:80"}, "KV-102"),
-        ({"admin": "nonsense"}, "KV-102"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_serves(
-    bench: Bench, settings: dict[str, object], code: str
-) -> None:
-    error = refusal(bench.config(**settings))
-    assert (error.code, bool(error.remedy)) == (code, True)
-    assert not Path(bench.path).exists()
-
-
-@pytest.mark.parametrize("setting", ["tcp", "admin"])
-def test_a_port_in_use_is_refused(bench: Bench, setting: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        settings: dict[str, object] = {setting: f"127.0.0.1:{taken.getsockname()[1]}", "token": TOKEN}
-        assert refusal(bench.config(**settings)).code == "KV-104"
-    bench.start()  # the refused start gave everything back
-
-
-def test_running_out_of_memory_stops_the_store(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(self: Mapping, offset: int, length: int) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(Mapping, "populate", no_memory)
-    running = bench.start()
-    running._thread.join(DEADLINE_S)
-    assert running.server.failure is not None
-    assert running.server.failure.code == "KV-102"
-
-
-def test_what_was_committed_is_served_from_disk_after_a_restart(bench: Bench, tmp_path: Path) -> None:
-    """Stopping right after the commit: the write-behind is let finish."""
-    running = bench.start(disk=str(tmp_path / "disk"), disk_bytes=16 * MIB)
-    peer, data = bench.client(), os.urandom(OBJECT_BYTES)
-    mapping = peer.map()
-    put(peer, mapping, data)
-    mapping.close()
-    running.stop()
-
-    again = bench.start(disk=str(tmp_path / "disk"), disk_bytes=16 * MIB)
-    reader = bench.client()
-    found = reader.ask(LOOKUP)
-    assert isinstance(found, Found)
-    assert found.staging == 1
-    staged = reader.receive()
-    assert isinstance(staged, Staged)
-    assert (staged.lease, staged.end_tokens) == (found.lease, 256)
-    slots = reader.ask(SlotsGet(8, found.lease))
-    views = again.server.arena.views(pieces_of(slots.slots[0].pieces))  # type: ignore[union-attr]
-    assert b"".join(bytes(view) for view in views) == data
-
-
-class SlowTier(MemoryTier):
-    """Each write waits until it is let through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entered, self.let_through = threading.Event(), threading.Event()
-        self.is_closed = False
-
-    def write(self, record: ObjectRecord, source: Sequence[memoryview]) -> None:
-        self.entered.set()
-        assert self.let_through.wait(DEADLINE_S)
-        super().write(record, source)
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-def start_with_unwritten_object(bench: Bench, tier: SlowTier) -> Running:
-    running = bench.start(StoreServer(bench.config(), open_tiers=lambda config: [tier]))
-    peer = bench.client()
-    mapping = peer.map()
-    put(peer, mapping, bytes(OBJECT_BYTES))
-    mapping.close()
-    assert tier.entered.wait(DEADLINE_S)
-    return running
-
-
-def test_stopping_waits_for_what_is_on_its_way_down(bench: Bench) -> None:
-    tier = SlowTier()
-    running = start_with_unwritten_object(bench, tier)
-    threading.Timer(0.2, tier.let_through.set).start()
-    running.stop()
-    assert len(tier.objects) == 1
-    assert tier.is_closed
-
-
-def test_stopping_does_not_wait_for_a_hung_device(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "DRAIN_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(server, "_MOVER_STOP_TIMEOUT_S", 0.1)
-    tier = SlowTier()
-    running = start_with_unwritten_object(bench, tier)
-    begun = time.monotonic()
-    running.stop()
-    assert time.monotonic() - begun < 5
-    assert not tier.is_closed  # a thread is still inside
-    tier.let_through.set()
-
-
-def start_process(path: str) -> subprocess.Popen[bytes]:
-    script = (
-        "import sys; from kvtally.store.server import run; from kvtally.config import StoreConfig\n"
-        "sys.exit(run(StoreConfig(socket=sys.argv[1], memory_bytes=1 << 22, admin='127.0.0.1:0'),"
-        " on_ready=lambda: print('ready', flush=True)))\n"
-    )
-    child = subprocess.Popen([sys.executable, "-c", script, path], stdout=subprocess.PIPE, cwd=ROOT)
-    assert child.stdout is not None
-    assert child.stdout.readline() == b"ready\n"
-    return child
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_process_ends_with_0_on_a_signal(bench: Bench, number: signal.Signals) -> None:
-    with start_process(bench.path) as child:
-        bench.client()
-        child.send_signal(number)
-        assert child.wait(DEADLINE_S) == 0
-    assert not Path(bench.path).exists()
-
-
-def test_an_idle_store_uses_no_processor(bench: Bench) -> None:
-    with start_process(bench.path) as child:
-        bench.client()
-        time.sleep(0.3)  # pre-faulting and start-up are over
-
-        def used_s() -> float:
-            fields = Path(f"/proc/{child.pid}/stat").read_text().rsplit(")", 1)[1].split()
-            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-        begun = used_s()
-        time.sleep(1.0)
-        assert used_s() - begun <= 0.01
-        child.terminate()
-        assert child.wait(DEADLINE_S) == 0

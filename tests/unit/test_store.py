@@ -150,7 +150,7 @@ def test_lookup_waits_for_a_pending_object_and_no_longer_than_asked() -> None:
     other = node.join()
     assert node.lookup(other, wait_ms=500) is None
     node.store.handle(node.session, PutEnd(3, [(slot.put, 7)]), node.now_ns)
-    messages = {session: message for session, message in node.store.take_outbox()}
+    messages = dict(node.store.take_outbox())
     assert isinstance(messages[other], Found)
     assert messages[other].end_tokens == 256
     slot = node.begin(1, 0).slots[0]
@@ -254,6 +254,32 @@ def test_failed_staging_is_a_counted_miss(code: str, reason: str, left: int) -> 
     assert stats["tiers"][0]["errors"] == {code: 1}  # type: ignore[index]
     assert sum(stats["quarantined"]["count"].values()) == 1 - left  # type: ignore[index]
     assert stats["leases"]["open"] == 0  # type: ignore[index]
+
+
+def test_after_a_failure_a_lower_boundary_is_staged_instead() -> None:
+    node = Node(tiers=(DISK,), arena_bytes=6 * 4096, limits=Limits(staging_bytes=1 << 20))
+    for index in (0, 1):
+        node.save(index, 0)
+        node.save(index, 1)
+        node.finish()
+    node.save(2, 1)
+    node.save(3, 1)
+    node.finish()
+    for lost in range(3):  # push everything of the first two boundaries out of the arena
+        item = PutObject(bytes([1 + lost]) * 32, ROOT_CHAIN, 0, 256, 1, 0, 5000)
+        node.ask(PutEnd(3, [(node.ask(PutBegin(2, [item])).slots[0].put, 7)]))
+        node.finish()
+    found = node.lookup(hold=True)
+    assert (found.end_tokens, found.staging) == (512, 3)  # two of attention, the state at 512
+    for job in list(node.jobs):
+        is_state = job.record.group == 1
+        node.jobs.remove(job)
+        node.store.job_done(job, Outcome(code="KV-401" if is_state else ""), node.now_ns)
+    assert node.reply() is None  # not 0: the state at 256 is still on disk
+    (job,) = (job for job in node.jobs if isinstance(job, ReadJob))
+    node.store.job_done(job, Outcome(), node.now_ns)
+    staged = node.reply()
+    assert (staged.end_tokens, staged.reason) == (256, "checksum")
 
 
 def test_slow_disk_drops_and_failing_disk_is_left_alone() -> None:
