@@ -9,8 +9,9 @@ BIN := $(VENV)/bin
 # DEPS may name a directory with the dependencies installed already (see .ci/run): they are then used from there.
 DEPS ?=
 USE_DEPS = import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "deps.pth").write_text("$(DEPS)\n")
-KEY := $(shell { cat pyproject.toml; $(PYTHON) -c 'import sys; print(sys.version, sys.base_prefix)'; } | sha256sum | cut -c1-16)
+KEY := $(shell { cat pyproject.toml scripts/install-engine; $(PYTHON) -c 'import sys; print(sys.version, sys.base_prefix)'; } | sha256sum | cut -c1-16)
 STAMP := $(VENV)/.stamp-$(KEY)
+ENGINE_STAMP := $(VENV)/.stamp-engine-$(KEY)
 
 PYTEST := $(BIN)/python -m pytest -q
 
@@ -20,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest -q
 help: ## print this
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 15
 
-setup: $(STAMP) ## make the virtual environment in .venv; .venv/bin/kvtally then works
+setup: $(ENGINE_STAMP) ## make the virtual environment in .venv; .venv/bin/kvtally then works
 
 $(STAMP):
 	rm -rf $(VENV)
@@ -29,19 +30,25 @@ $(STAMP):
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
 
-check: setup ## lint, format, types and fast tests; under 2 minutes
+# vLLM's CPU build: some minutes and 3 GB, so apart from what `make check` needs.
+$(ENGINE_STAMP): $(STAMP)
+	$(if $(DEPS),,scripts/install-engine $(BIN)/python)
+	touch $@
+
+check: $(STAMP) ## lint, format, types and fast tests; under 2 minutes
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	$(PYTEST) -m "not slow and not engine"
 
-test: check ## check, then the slow tests
+test: check setup ## check, then the slow tests, then those in real vLLM engines
 	$(PYTEST) -m "slow and not engine" -o faulthandler_timeout=900
+	$(PYTEST) -m engine -o faulthandler_timeout=900
 
-demo: setup ## see it work: save, kill, restart, restore, corrupt, miss
+demo: $(STAMP) ## see it work: save, kill, restart, restore, corrupt, miss
 	$(BIN)/kvtally demo
 
-bench: setup ## measure the store against this machine's own limits
+bench: $(STAMP) ## measure the store against this machine's own limits
 	$(BIN)/kvtally bench store
 
 clean: ## remove the environment, caches and builds

@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
-from kvtally.core.checksum import object_checksum
+from kvtally.core.checksum import running_checksum
+from kvtally.core.keys import checksum_seed
 from kvtally.errors import KVTallyError
 from kvtally.store.arena import Arena
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, RemoveJob, WriteJob
-from kvtally.store.tiers.base import Tier
+from kvtally.store.tiers.base import ObjectRecord, Tier
 
 logger = logging.getLogger("kvtally.store")
 
@@ -110,9 +111,7 @@ class Mover:
         if isinstance(job, WriteJob):
             tier.write(job.record, views)
             return ""
-        record = job.record
-        tier.read(record, views)
-        return "" if object_checksum(record.key, record.length_bytes, views) == record.checksum else "KV-401"
+        return "" if read_verified(tier, job.record, views) else "KV-401"
 
     def _finish(self, job: Job, outcome: Outcome) -> None:
         with self._lock:
@@ -126,3 +125,10 @@ class Mover:
             batch, self._finished = self._finished, []
         self.unwritten -= sum(isinstance(job, WriteJob | RemoveJob) for job, _ in batch)
         self._deliver(batch)
+
+
+def read_verified(tier: Tier, record: ObjectRecord, target: Sequence[memoryview]) -> bool:
+    """Bring an object up into `target`, hashing what has landed while the rest is read; whether it is the right one."""
+    running = running_checksum(checksum_seed(record.key, record.length_bytes))
+    tier.read(record, target, running.update)
+    return running.intdigest() == record.checksum

@@ -12,6 +12,7 @@ something stopped being pending), `mover` (carries out ReadJobs and verifies). N
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ class Lease:
     request: Lookup
     path: list[Node | None]
     end_tokens: int
-    needs: list[tuple[int, Node, int]]  # boundary index, node, mask of objects
+    needs: list[tuple[int, Node, int]]  # boundary index (rising), node, mask of objects
     alarm: Alarm
     awaited: set[tuple[Node, int]] = field(default_factory=set)  # objects still on their way up
     announced: bool = True  # False while the client waits for `Staged`
@@ -51,6 +52,7 @@ class Lease:
     staged_bytes: int = 0
     staged: set[Node] = field(default_factory=set)  # boundaries of which something came from a lower tier
     reason: str = ""
+    may_aim_lower: bool = False  # something that was to be staged has left the index
 
 
 @dataclass(slots=True)
@@ -128,9 +130,7 @@ class Reads:
         self._answer(session, request, view, now_ns)
 
     def _view(self, family: Family, request: Lookup, now_ns: int) -> View:
-        # A chain value that is known to end elsewhere is not what was asked for. So no node can occur twice, either.
-        known = zip(self._residency.path(family, request.chains), request.ends, strict=True)
-        path = [node if node is not None and node.end == end else None for node, end in known]
+        path = self._path(family, request)
         masks = self._residency.masks(family, path, self._context.readable_tiers(now_ns))
         rows = self._residency.presence(family, masks)
         hit = hopeful = self._hit(family, request, rows)
@@ -138,6 +138,12 @@ class Reads:
             hoped = [mask | (node.pending if node is not None else 0) for mask, node in zip(masks, path, strict=True)]
             hopeful = self._hit(family, request, self._residency.presence(family, hoped))
         return View(path, rows, hit, hopeful)
+
+    def _path(self, family: Family, request: Lookup) -> list[Node | None]:
+        """The nodes of a prompt. A chain value that is known to end elsewhere is not what was asked for; so no node can
+        occur twice, either."""
+        known = zip(self._residency.path(family, request.chains), request.ends, strict=True)
+        return [node if node is not None and node.end == end else None for node, end in known]
 
     @staticmethod
     def _hit(family: Family, request: Lookup, rows: list[list[bool]]) -> Hit:
@@ -404,10 +410,11 @@ class Reads:
         if not 0 <= group < len(lease.family.group_masks):
             return
         bit = lease.family.bit(group, rank)
-        for at, node, mask in lease.needs:
-            if at == index and mask >> bit & 1 and self._residency.arena_mask(node) >> bit & 1:
-                self._note_quarantine("arena", "KV-401", node, bit)
-                self._residency.drop(node, bit, ARENA)
+        at = bisect_left(lease.needs, index, key=_index_of)  # one report may name as many objects as a frame holds
+        _, node, mask = lease.needs[at] if at < len(lease.needs) and lease.needs[at][0] == index else (0, None, 0)
+        if node is not None and mask & self._residency.arena_mask(node) & 1 << bit:
+            self._note_quarantine("arena", "KV-401", node, bit)
+            self._residency.drop(node, bit, ARENA)
 
     def _note_quarantine(self, tier: str, code: str, node: Node, bit: int) -> None:
         self._context.counts.quarantined[tier] += 1
@@ -530,6 +537,7 @@ class Reads:
         for lease in staging.leases:
             lease.awaited.discard((node, bit))
             lease.reason = lease.reason or reason
+            lease.may_aim_lower |= reason in (MissReason.CHECKSUM, MissReason.ABSENT)
             if not reason:
                 lease.staged.add(node)
             if not lease.awaited:
@@ -539,11 +547,12 @@ class Reads:
     def _announce(self, lease: Lease, now_ns: int) -> None:
         """All that could be staged is: promise the boundary that is whole in the arena now, if need be a lower one."""
         family, request = lease.family, lease.request
-        lease.path = self._residency.path(family, request.chains)
+        lease.path = self._path(family, request)
         rows = self._residency.presence(family, self._residency.masks(family, lease.path, [ARENA]))
         hit = self._hit(family, request, rows)
-        if hit.end_tokens < lease.end_tokens and lease.reason in (MissReason.CHECKSUM, MissReason.ABSENT):
-            # What failed is out of the index now, so this ends: a lower boundary may still be whole further down.
+        if hit.end_tokens < lease.end_tokens and lease.may_aim_lower:
+            # A lower boundary may still be whole further down. Each time something has left the index, so this ends.
+            lease.may_aim_lower = False
             below = self._view(family, request, now_ns).hit
             if below.end_tokens > hit.end_tokens:
                 self._aim(lease, below)
@@ -583,6 +592,10 @@ class Reads:
             assert lease.announced == (not lease.awaited)
         assert self._reading_bytes <= max(self._budget_bytes, self._context.limits.object_bytes)
         assert all(number in self._parked for numbers in self._waiters.values() for number in numbers)
+
+
+def _index_of(need: tuple[int, Node, int]) -> int:
+    return need[0]
 
 
 def _bitmap(row: Sequence[bool]) -> bytes:

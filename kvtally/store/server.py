@@ -42,7 +42,7 @@ from kvtally.store.listen import (
 from kvtally.store.mover import Batch, Mover
 from kvtally.store.store import Store, TierInfo
 from kvtally.store.tiers.base import Tier
-from kvtally.store.tiers.disk import open_disk
+from kvtally.store.tiers.files import open_disk
 from kvtally.units import human_size
 from kvtally.wire.auth import NONCE_BYTES
 from kvtally.wire.frames import encode
@@ -148,11 +148,11 @@ class StoreServer:
 
         self.arena = Arena(config.memory_bytes)
         stack.callback(self.arena.close)
+        tiers = self._open_tiers(config)  # the last that may be refused: only now memory is taken, and a word is said
         self.arena.populate(lambda failure: loop.call_soon_threadsafe(self._populated, started_ns, failure))
         huge_pages = "huge pages" if self.arena.huge_pages else "4 KiB pages"
         logger.info("arena of %s, %s, pre-faulting in the background", human_size(self.arena.size_bytes), huge_pages)
 
-        tiers = self._open_tiers(config)
         mover = Mover(tiers, self.arena)
         stack.push_async_callback(self._stop_tiers, mover, tiers)
         store = Store(

@@ -52,6 +52,8 @@ from kvtally.wire.messages import (
 
 __all__ = ["Store", "TierInfo"]
 
+HALF_TEXT_BYTES = 1_024  # all the texts of a receipt's half: a thousand receipts must fit into one frame
+
 
 class Store:
     """One node's store. See the module docstring; every method returns at once."""
@@ -196,10 +198,20 @@ class Store:
             return "chunk and alignment must be at least one token", "Derive them with core.namespace.chunk_tokens."
         if request.expect and request.expect != namespace.digest:
             return self._mismatch(namespace, request.expect)
-        if namespace.digest not in self._residency.families and len(self._residency.families) >= limits.namespaces:
+        if not self._has_place_for(namespace):
             message = f"the store already knows {limits.namespaces} namespaces"
             return message, "Restart the store, or reset namespaces that are no longer used (kvtally reset)."
         return None
+
+    def _has_place_for(self, namespace: Namespace) -> bool:
+        """Whether one more namespace may be known. Those of which there is nothing, and nobody is here, make way."""
+        families, most = self._residency.families, self._context.limits.namespaces
+        if namespace.digest not in families and len(families) >= most:
+            here = {session.family for session in self._context.sessions.values()}
+            for digest, family in list(families.items()):
+                if family not in here and len(family.nodes) == 1:  # the root
+                    del families[digest]
+        return namespace.digest in families or len(families) < most
 
     def _mismatch(self, ours: Namespace, expected: bytes) -> tuple[str, str]:
         peer = self._residency.families.get(expected)
@@ -211,9 +223,11 @@ class Store:
     # ---- receipts
 
     def _file_receipt(self, session: Session, request: ReceiptFile, now_ns: int) -> None:
-        if not 0 < len(request.ticket) <= self._context.limits.ticket_bytes:
-            message = f"a ticket of {len(request.ticket)} characters"
-            remedy = f"Tickets have 1 to {self._context.limits.ticket_bytes} characters."
+        half, longest = request.half, self._context.limits.ticket_bytes
+        text_bytes = len(half.request.encode()) + len(half.reason.encode()) + len(half.chain)
+        if not 0 < len(request.ticket) <= longest or text_bytes > HALF_TEXT_BYTES:
+            message = f"a ticket of {len(request.ticket)} characters, with a half whose texts have {text_bytes} bytes"
+            remedy = f"Tickets have 1 to {longest} characters, the texts of a half at most {HALF_TEXT_BYTES} bytes."
             self._context.refuse(session, request.id, "KV-503", message, remedy)
             return
         receipt = self._book.file(request.ticket, request.half, now_ns)
@@ -229,8 +243,9 @@ class Store:
             self._context.send(session, Receipts(request.id, newest))
             return
         receipt = self._book.find(request.ticket, now_ns)
-        complete = receipt is not None and receipt.decode is not None
-        if complete or request.wait_ms <= 0 or session.waiting >= self._context.limits.waiting_per_client:
+        is_final = receipt is not None and receipt.decode is not None
+        is_final |= len(request.ticket) > self._context.limits.ticket_bytes  # nobody can file that one
+        if is_final or request.wait_ms <= 0 or session.waiting >= self._context.limits.waiting_per_client:
             self._context.send(session, Receipts(request.id, [receipt] if receipt is not None else []))
             return
         wait_ns = min(request.wait_ms * 1_000_000, self._context.limits.wait_ns)
@@ -265,7 +280,7 @@ class Store:
         namespace = record.namespace
         family = self._residency.families.get(namespace.digest)
         if family is None:
-            if len(self._residency.families) >= self._context.limits.namespaces:
+            if not self._has_place_for(namespace):
                 return
             family = self._residency.register(namespace)
         try:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,7 +18,8 @@ from kvtally.core.keys import ObjectKey
 from kvtally.core.space import GRANULE_BYTES, round_up
 from kvtally.errors import IntegrityError, TierError
 from kvtally.store.tiers.base import ObjectRecord, Tier
-from kvtally.store.tiers.disk import DiskTier, open_disk
+from kvtally.store.tiers.disk import DiskTier
+from kvtally.store.tiers.files import open_disk
 from kvtally.testing.tiers import MemoryDevice, MemoryTier, sample_namespace, sample_record
 from kvtally.wire.limits import MIB
 
@@ -78,8 +80,14 @@ def put(tier: Tier, number: int, data: bytes) -> ObjectRecord:
 
 def get(tier: Tier, record: ObjectRecord, cuts: Sequence[int] = ()) -> bytes:
     target = views(bytes(record.length_bytes), cuts)
-    tier.read(record, target)
+    landed: list[bytes] = []
+    tier.read(record, target, lambda part: landed.append(bytes(part)))
+    assert b"".join(landed) == b"".join(target)
     return b"".join(target)
+
+
+def address(view: memoryview) -> int:
+    return np.frombuffer(view, dtype=np.uint8).ctypes.data
 
 
 def code_of(call: Callable[[], object]) -> str:
@@ -102,6 +110,25 @@ def test_source_and_target_may_be_cut_differently(kit: Kit) -> None:
     tier.write(record, views(data, [1, 4096, 4096, 9000, 19_999]))
     assert get(tier, record, [5000, 12_288]) == data
     assert get(tier, record, range(10, 20_000, 1000)) == data
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [300_000, 300_000, 300_001, 800_000]])
+def test_each_part_of_the_target_is_reported_once_it_is_filled(kit: Kit, cuts: list[int]) -> None:
+    """In order, without gaps, and in the target's own memory: what the mover hashes is what an engine will read."""
+    tier = kit.open()
+    data = Random(6).randbytes(MIB + 5)
+    record = put(tier, 1, data)
+    target = views(bytes(len(data)), cuts)
+    position = 0
+
+    def landed(part: memoryview) -> None:
+        nonlocal position
+        assert part == data[position : position + len(part)]
+        assert not part or address(part) == address(target[0]) + position
+        position += len(part)
+
+    tier.read(record, target, landed)
+    assert position == len(data)
 
 
 def test_more_views_than_one_system_call_takes(kit: Kit) -> None:

@@ -18,7 +18,7 @@ called once, before anything else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -61,8 +61,12 @@ class Tier(Protocol):
         Raises TierError KV-601 when there is no room, KV-602 when the device cannot be written.
         """
 
-    def read(self, record: ObjectRecord, target: Sequence[memoryview]) -> None:
+    def read(self, record: ObjectRecord, target: Sequence[memoryview], landed: Callable[[memoryview], None]) -> None:
         """Fill `target` (of exactly the record's length in all) with the object's bytes, unverified.
+
+        Calls `landed` for each part of `target`, in order, as soon as it is filled, and when `read` returns has called
+        it for all: the caller hashes a part while it is in the processor's cache. A tier that gets everything at once
+        calls it once for each view.
 
         Raises TierError KV-603 when the tier does not hold it, IntegrityError KV-402 when it is shorter than that.
         """

@@ -1,0 +1,199 @@
+"""The disk tier's directory: a `Device` on real files, and how a directory is taken into use.
+
+    DIRECTORY/format.json   format version, granule, and a random id that seeds the journal's checksums
+              lock          flock'ed by the store that uses the directory
+              data          the objects' bytes, in pieces that `disk` hands out
+              journal       the records of `journal`
+
+Owns all file access, the directory's lock and format, and the refusal of what cannot be used. Does not know what the
+bytes mean: that is `disk`, which runs on it, and `journal`. Its caller is `server`, by way of `open_disk`.
+
+Threading: as `disk.Device` says.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from kvtally.core.space import GRANULE_BYTES
+from kvtally.errors import ConfigError, IncompatibleError, KVTallyError, TierError
+from kvtally.store.tiers.disk import DiskTier, impossible_size
+
+FORMAT_VERSION = 1  # of the directory, the data file and the journal
+IOVEC_MAX = 1024
+CLOSED = -1  # a file descriptor that the kernel itself refuses (EBADF)
+
+
+def open_disk(directory: Path, capacity_bytes: int) -> DiskTier:
+    """The disk tier in `directory`, which is made if absent. Refusing it (KV-1xx, KV-2xx) leaves it untouched."""
+    try:
+        volume = os.statvfs(next(path for path in (directory, *directory.absolute().parents) if path.exists()))
+        volume_bytes = volume.f_blocks * volume.f_frsize  # 0 where a file system does not tell
+        if not GRANULE_BYTES <= capacity_bytes <= (volume_bytes or capacity_bytes):
+            raise impossible_size(
+                capacity_bytes, f"Choose from {GRANULE_BYTES} to {volume_bytes}, all of {directory}'s volume."
+            )
+        device = FileDevice(directory, capacity_bytes)
+    except OSError as error:
+        raise _unusable(directory, str(error)) from error
+    try:
+        return DiskTier(device, capacity_bytes)
+    except TierError as error:
+        device.close()
+        raise _unusable(directory, error.message) from error
+
+
+class Format(msgspec.Struct, frozen=True, kw_only=True):
+    """`format.json`. The version is all that another version is expected to share."""
+
+    kvtally_disk: int
+    granule_bytes: int = 0
+    id: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+def read_format(directory: Path) -> Format | None:
+    """What `directory` says it is; None where it is absent, empty, or was left while being set up. Changes nothing."""
+    names = set(os.listdir(directory)) if directory.exists() else set()
+    if "format.json" not in names:
+        if names - {"lock", "format.json.new", "lost+found"}:  # an empty volume of its own has a lost+found
+            raise _unusable(directory, "it holds files that are not a store's")
+        return None
+    try:
+        found = msgspec.json.decode((directory / "format.json").read_bytes(), type=Format)
+    except msgspec.DecodeError as error:
+        raise _unusable(directory, f"its format.json cannot be read: {error}") from error
+    if (found.kvtally_disk, found.granule_bytes) != (FORMAT_VERSION, GRANULE_BYTES):
+        theirs, ours = f"{found.kvtally_disk}/{found.granule_bytes}", f"{FORMAT_VERSION}/{GRANULE_BYTES}"
+        what = f"the disk directory {directory} has format {theirs}, this store reads {ours}"
+        raise IncompatibleError(what, remedy="Empty it (it holds only cached data), or use another.", code="KV-203")
+    return found
+
+
+class FileDevice:
+    """A `Device` in a directory. Opening it takes the directory's lock."""
+
+    def __init__(self, directory: Path, capacity_bytes: int) -> None:
+        self._directory = directory
+        self._lock_fd = self._data_fd = self._journal_fd = CLOSED
+        read_format(directory)  # refuses what is not ours before anything is made in it
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self._take_lock()
+            self.identity = (read_format(directory) or self._write_format()).id
+            (directory / "journal.new").unlink(missing_ok=True)
+            self._data_fd = self._open("data")
+            if os.fstat(self._data_fd).st_size > capacity_bytes:
+                os.ftruncate(self._data_fd, capacity_bytes)
+            self._journal_fd = self._open("journal")
+            self._journal_bytes = os.fstat(self._journal_fd).st_size
+            self._opened = {"data": os.fstat(self._data_fd), "journal": os.fstat(self._journal_fd)}
+        except (OSError, KVTallyError):
+            self.close()
+            raise
+
+    def read_journal(self, offset: int, length_bytes: int | None) -> bytes:
+        missing = self._journal_bytes - offset if length_bytes is None else length_bytes
+        parts = []
+        while missing > 0 and (part := os.pread(self._journal_fd, missing, offset)):
+            parts.append(part)
+            offset += len(part)
+            missing -= len(part)
+        return b"".join(parts)
+
+    def write_journal(self, offset: int, data: bytes) -> None:
+        self._require_present()
+        if self._journal_bytes > offset:
+            os.ftruncate(self._journal_fd, offset)
+        self._journal_bytes = offset + len(data)  # before writing: what fails half-way is cut off by the next write
+        _write_all(self._journal_fd, [memoryview(data)], offset)
+
+    def replace_journal(self, parts: Iterable[bytes]) -> None:
+        self._require_present()
+        temporary = self._directory / "journal.new"
+        fd = self._open("journal.new", os.O_TRUNC)
+        try:
+            with open(fd, "wb", buffering=1 << 20, closefd=False) as stream:
+                stream.writelines(parts)
+            os.fdatasync(fd)  # rare, and without it a power loss could leave an empty journal
+            temporary.rename(self._directory / "journal")
+            os.dup2(fd, self._journal_fd, inheritable=False)  # not close and reopen: the number stays valid for readers
+            self._opened["journal"] = os.fstat(fd)
+            self._journal_bytes = self._opened["journal"].st_size
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+
+    def preadv(self, target: Sequence[memoryview], offset: int) -> int:
+        return _transfer(os.preadv, self._data_fd, list(target), offset)
+
+    def pwritev(self, source: Sequence[memoryview], offset: int) -> None:
+        _write_all(self._data_fd, source, offset)
+
+    def close(self) -> None:
+        journal_fd, fds = self._journal_fd, (self._journal_fd, self._data_fd, self._lock_fd)
+        self._journal_fd = self._data_fd = self._lock_fd = CLOSED
+        try:
+            if journal_fd != CLOSED:
+                os.fdatasync(journal_fd)
+        finally:
+            for fd in fds:
+                with suppress(OSError):  # CLOSED, or a device that fails to the last
+                    os.close(fd)
+
+    def _take_lock(self) -> None:
+        self._lock_fd = self._open("lock")
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = f"another store uses the disk directory {self._directory}"
+            raise ConfigError(what, remedy="Stop it, or give this one a directory of its own.", code="KV-104") from None
+
+    def _write_format(self) -> Format:
+        made = Format(kvtally_disk=FORMAT_VERSION, granule_bytes=GRANULE_BYTES, id=secrets.randbits(63))
+        temporary = self._directory / "format.json.new"
+        temporary.write_bytes(msgspec.json.encode(made) + b"\n")
+        temporary.rename(self._directory / "format.json")
+        return made
+
+    def _open(self, name: str, flags: int = 0) -> int:
+        return os.open(self._directory / name, os.O_RDWR | os.O_CREAT | flags, 0o600)
+
+    def _require_present(self) -> None:
+        """Notice files that were deleted or replaced: what is written to them would be gone after a restart."""
+        for name, opened in self._opened.items():
+            if not os.path.samestat(os.stat(os.path.join(self._directory, name)), opened):
+                raise FileNotFoundError(errno.ENOENT, "replaced by another file", name)
+
+
+def _write_all(fd: int, views: Sequence[memoryview], offset: int) -> None:
+    if _transfer(os.pwritev, fd, list(views), offset) < sum(map(len, views)):
+        raise OSError(errno.EIO, "the device takes no more bytes")
+
+
+def _transfer(call: Callable[[int, list[memoryview], int], int], fd: int, views: list[memoryview], offset: int) -> int:
+    """Repeat preadv or pwritev until `views` (consumed) are done or it moves nothing; returns the bytes moved."""
+    done = 0
+    while views and (count := call(fd, views[:IOVEC_MAX], offset + done)):
+        done += count
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if count:
+            views[0] = views[0][count:]
+    return done
+
+
+def _unusable(directory: Path, why: str) -> ConfigError:
+    what = f"the disk directory {directory} cannot be used: {why}"
+    return ConfigError(what, remedy="Give it a writable directory that is empty or a store's own.", code="KV-103")
