@@ -87,7 +87,6 @@ CODES: dict[str, str] = {
     "KV-300": "a limit was reached",
     "KV-301": "too many clients",
     "KV-302": "this client holds too many leases, open puts or waiting lookups",
-    "KV-303": "the write-behind queue is full",
     "KV-400": "the bytes do not match their identity",
     "KV-401": "checksum mismatch",
     "KV-402": "the object is shorter than its record says",

@@ -28,6 +28,7 @@ from kvtally.store.tiers.base import ObjectRecord, Tier
 logger = logging.getLogger("kvtally.store")
 
 READERS_PER_TIER = 2
+TELL_AGAIN_S = 60.0
 
 Batch = list[tuple[Job, Outcome]]
 _Queue = SimpleQueue[Job | None]  # None: the thread that takes it ends
@@ -45,6 +46,7 @@ class Mover:
         self._reads: list[_Queue] = [SimpleQueue() for _ in tiers]
         self._threads: list[threading.Thread] = []
         self._abandoned = threading.Event()
+        self._told_until: dict[tuple[str, str], float] = {}
         self._finished: Batch = []
         self._lock = threading.Lock()  # guards _finished
         self._post: Callable[[Callable[[], None]], object]
@@ -96,12 +98,19 @@ class Mover:
                 return Outcome(found=tuple(tier.find(job.keys)), seconds=time.perf_counter() - begun)
             code = self._carry_out(tier, job)
         except KVTallyError as error:
-            logger.debug("tier %s: %s failed: %s", tier.name, type(job).__name__, error)
+            self._tell(tier, error)
             code = error.code
         except Exception:
             logger.exception("tier %s: %s ended in an unexpected error [KV-600]", tier.name, type(job).__name__)
             code = "KV-600"
         return Outcome(code=code, seconds=time.perf_counter() - begun)
+
+    def _tell(self, tier: Tier, error: KVTallyError) -> None:
+        """Once a minute for each tier and kind of failure: a full disk fails thousands of jobs."""
+        now = time.monotonic()
+        if now >= self._told_until.get((tier.name, error.code), 0.0):
+            self._told_until[tier.name, error.code] = now + TELL_AGAIN_S
+            logger.warning("tier %s: %s", tier.name, error)
 
     def _carry_out(self, tier: Tier, job: WriteJob | RemoveJob | ReadJob) -> str:
         if isinstance(job, RemoveJob):
