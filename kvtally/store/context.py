@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvtally.core.keys import ObjectKey
-from kvtally.core.residency import Family, Residency
+from kvtally.core.residency import Family, Node, Residency
 from kvtally.store.jobs import Job
 from kvtally.wire.limits import SECOND_NS, Limits
 from kvtally.wire.messages import Refused, Reply
@@ -193,3 +193,15 @@ class Context:
     def readable_tiers(self, now_ns: int) -> list[int]:
         """The arena and every lower tier that is worth asking now."""
         return [0] + [number for number, tier in enumerate(self.tiers, 1) if tier.readable(now_ns)]
+
+    def note_quarantine(self, tier: str, code: str, node: Node, bit: int) -> None:
+        self.counts.quarantined[tier] += 1
+        key = node.family.key(node, bit)
+        entry: dict[str, object] = {
+            "tier": tier,
+            "code": code,
+            "chain": key.chain.hex(),
+            "group": key.group,
+            "rank": key.rank,
+        }
+        self.quarantine.append(entry | {"namespace": key.namespace.hex(), "tokens": f"{node.start}..{node.end}"})

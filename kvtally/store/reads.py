@@ -1,19 +1,18 @@
-"""The read half of the store: lookups, leases and staging from lower tiers.
+"""The read half of the store: lookups and leases.
 
     Lookup ─▶ path of nodes ─▶ presence ─▶ longest_hit ─▶ Found
                  │ wait_ms: parked until a pending object is committed or the deadline passes
                  │ a tier that cannot enumerate: parked until it said what it holds
-                 └ hold: everything the hit needs is pinned by a lease; what is not in the arena is read up (ReadJob),
+                 └ hold: everything the hit needs is pinned by a lease; what is not in the arena is staged,
                    then `Staged` tells the client how much of the hit is really there
 
 Only a boundary whose objects are all in the arena is promised. Neighbours: `core.hits` (the rule), `writes` (tells when
-something stopped being pending), `mover` (carries out ReadJobs and verifies). No I/O.
+something stopped being pending), `staging` (brings up what is not in the arena). No I/O.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,36 +22,14 @@ from kvtally.core.hits import Hit, longest_hit, needed
 from kvtally.core.keys import CHAIN_BYTES, ObjectKey
 from kvtally.core.namespace import GroupKind
 from kvtally.core.residency import ARENA, Family, Node, each_bit
-from kvtally.core.space import Piece
-from kvtally.store.context import FIRST_PAUSE_NS, Alarm, Context, Session
-from kvtally.store.jobs import FindJob, Outcome, ReadJob
+from kvtally.store.context import Alarm, Context, Session
+from kvtally.store.jobs import FindJob, Outcome
+from kvtally.store.staging import Lease, Staging
 from kvtally.store.tiers.base import ObjectRecord
 from kvtally.wire.messages import Done, Found, Lookup, MissReason, Release, Slot, Slots, SlotsGet, Staged
 
 FIND_NS = 200_000_000  # how long a lookup waits for tiers that must be asked, unless it allows more
 MOST_TAILS = 64
-INTEGRITY_CODES = ("KV-401", "KV-402")
-
-
-@dataclass(slots=True)
-class Lease:
-    """Everything one hit needs, pinned until released or expired."""
-
-    id: int
-    session: Session
-    family: Family
-    request: Lookup
-    path: list[Node | None]
-    end_tokens: int
-    needs: list[tuple[int, Node, int]]  # boundary index (rising), node, mask of objects
-    alarm: Alarm
-    awaited: set[tuple[Node, int]] = field(default_factory=set)  # objects still on their way up
-    announced: bool = True  # False while the client waits for `Staged`
-    started_ns: int = 0
-    staged_bytes: int = 0
-    staged: set[Node] = field(default_factory=set)  # boundaries of which something came from a lower tier
-    reason: str = ""
-    may_aim_lower: bool = False  # something that was to be staged has left the index
 
 
 @dataclass(slots=True)
@@ -64,15 +41,6 @@ class Parked:
     alarm: Alarm
     nodes: list[Node] = field(default_factory=list)
     finding: int = 0
-
-
-@dataclass(slots=True)
-class Staging:
-    """One object on its way up; several leases may wait for it."""
-
-    tier: int
-    leases: list[Lease]
-    pieces: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +65,12 @@ class Reads:
     ) -> None:
         self._context = context
         self._residency = context.residency
-        self._record = record
-        self._remove = remove
         self._learn = learn
         self._leases: dict[int, Lease] = {}
         self._parked: dict[int, Parked] = {}
         self._waiters: dict[Node, set[int]] = {}  # node with pending objects -> parked lookups
         self._finding: dict[int, int] = {}  # FindJob -> parked lookup
-        self._staging: dict[tuple[Node, int], Staging] = {}
-        self._queue: deque[tuple[Node, int]] = deque()  # staging that waits for the byte budget
-        self._reading: dict[int, tuple[Node, int]] = {}  # ReadJob -> what it brings up
-        self._reading_bytes = 0
-        self._budget_bytes = context.limits.staging_bytes or self._residency.space.capacity_bytes // 4
+        self.staging = Staging(context, record, remove, self._announce)
 
     # ---- lookup
 
@@ -191,7 +153,7 @@ class Reads:
             ),
         )
         if lease is not None:
-            self._pump(now_ns)
+            self.staging.pump(now_ns)
 
     def _reason(self, family: Family, request: Lookup, view: View) -> str:
         """Why the hit is not longer: the nearest cause, in the one list of reasons."""
@@ -356,7 +318,7 @@ class Reads:
     def _stage_missing(self, lease: Lease, now_ns: int) -> None:
         for _, node, mask in lease.needs:
             for bit in each_bit(mask & ~self._residency.arena_mask(node)):
-                self._stage(lease, node, bit, now_ns)
+                self.staging.want(lease, node, bit, now_ns)
 
     @staticmethod
     def _needs(family: Family, request: Lookup, path: Sequence[Node | None], hit: Hit) -> list[tuple[int, Node, int]]:
@@ -413,22 +375,8 @@ class Reads:
         at = bisect_left(lease.needs, index, key=_index_of)  # one report may name as many objects as a frame holds
         _, node, mask = lease.needs[at] if at < len(lease.needs) and lease.needs[at][0] == index else (0, None, 0)
         if node is not None and mask & self._residency.arena_mask(node) & 1 << bit:
-            self._note_quarantine("arena", "KV-401", node, bit)
+            self._context.note_quarantine("arena", "KV-401", node, bit)
             self._residency.drop(node, bit, ARENA)
-
-    def _note_quarantine(self, tier: str, code: str, node: Node, bit: int) -> None:
-        self._context.counts.quarantined[tier] += 1
-        key = node.family.key(node, bit)
-        entry: dict[str, object] = {
-            "tier": tier,
-            "code": code,
-            "chain": key.chain.hex(),
-            "group": key.group,
-            "rank": key.rank,
-        }
-        self._context.quarantine.append(
-            entry | {"namespace": key.namespace.hex(), "tokens": f"{node.start}..{node.end}"}
-        )
 
     def _expire(self, number: int, now_ns: int) -> None:
         lease = self._leases[number]
@@ -442,8 +390,7 @@ class Reads:
         del self._leases[lease.id]
         lease.session.leases.discard(lease.id)
         self._context.alarms.cancel(lease.alarm)
-        for key in lease.awaited:
-            self._staging[key].leases.remove(lease)
+        self.staging.forget(lease)
         for _, node, _ in lease.needs:
             self._residency.unpin(node)
 
@@ -452,97 +399,6 @@ class Reads:
             self._drop(self._leases[number])
         for number in [number for number, parked in self._parked.items() if parked.session is session]:
             self._take_parked(number)
-
-    # ---- staging
-
-    def _stage(self, lease: Lease, node: Node, bit: int, now_ns: int) -> None:
-        key = (node, bit)
-        lease.awaited.add(key)
-        known = self._staging.get(key)
-        if known is not None:
-            known.leases.append(lease)
-            return
-        readable = self._context.readable_tiers(now_ns)[1:]
-        tier = next(tier for tier in readable if self._residency.tier_mask(node, tier) >> bit & 1)
-        self._staging[key] = Staging(tier, [lease])
-        self._residency.pin(node)
-        self._queue.append(key)
-
-    def _pump(self, now_ns: int) -> None:
-        """Start as many reads as the byte budget allows, in the order they were asked for."""
-        while self._queue:
-            node, bit = self._queue[0]
-            staging = self._staging[node, bit]
-            if not staging.leases:  # everybody who wanted it has gone
-                self._queue.popleft()
-                self._end_staging(node, bit, "", now_ns)
-                continue
-            length = self._residency.length_bytes(node, bit)
-            if self._reading_bytes and self._reading_bytes + length > self._budget_bytes:
-                return
-            self._queue.popleft()
-            pieces = self._residency.allocate(length)
-            if pieces is None:
-                self._end_staging(node, bit, MissReason.ARENA_FULL, now_ns)
-                continue
-            staging.pieces = pieces
-            self._reading_bytes += length
-            job = ReadJob(id=self._context.new_id(), tier=staging.tier, record=self._record(node, bit), pieces=pieces)
-            self._reading[job.id] = (node, bit)
-            self._context.jobs.append(job)
-
-    def read(self, job: ReadJob, outcome: Outcome, now_ns: int) -> None:
-        """A ReadJob ended."""
-        node, bit = self._reading.pop(job.id)
-        tier = self._context.tiers[job.tier - 1]
-        length = job.record.length_bytes
-        self._reading_bytes -= length
-        reason = ""
-        already = self._residency.arena_mask(node) >> bit & 1
-        wanted = self._residency.tier_mask(node, job.tier) >> bit & 1  # not forgotten meanwhile
-        if outcome.code or already or not wanted:
-            self._residency.space.free(job.pieces)
-        if outcome.code and not wanted:
-            reason = MissReason.ABSENT  # forgotten while it was on its way: no fault of the tier
-        elif outcome.code:
-            reason = self._read_failed(job, outcome.code, node, bit, now_ns)
-        else:
-            tier.reads += 1
-            tier.read_bytes += length
-            tier.read_seconds += outcome.seconds
-            tier.read_pause_ns = FIRST_PAUSE_NS
-            self._context.counts.staged_objects += 1
-            self._context.counts.staged_bytes += length
-            if wanted and not already:
-                self._residency.publish(node, bit, job.pieces, length, job.record.checksum)
-            for lease in self._staging[node, bit].leases:
-                lease.staged_bytes += length
-        self._end_staging(node, bit, reason, now_ns)
-        self._pump(now_ns)
-
-    def _read_failed(self, job: ReadJob, code: str, node: Node, bit: int, now_ns: int) -> str:
-        tier = self._context.tiers[job.tier - 1]
-        tier.errors[code] += 1
-        if code not in (*INTEGRITY_CODES, "KV-603"):
-            tier.read_failed(now_ns)
-            return MissReason.STAGING_FAILED
-        if code in INTEGRITY_CODES:
-            self._note_quarantine(tier.info.name, code, node, bit)
-        self._residency.drop(node, bit, job.tier)
-        self._remove(job.tier, [job.record.key])
-        return MissReason.CHECKSUM if code in INTEGRITY_CODES else MissReason.ABSENT
-
-    def _end_staging(self, node: Node, bit: int, reason: str, now_ns: int) -> None:
-        staging = self._staging.pop((node, bit))
-        for lease in staging.leases:
-            lease.awaited.discard((node, bit))
-            lease.reason = lease.reason or reason
-            lease.may_aim_lower |= reason in (MissReason.CHECKSUM, MissReason.ABSENT)
-            if not reason:
-                lease.staged.add(node)
-            if not lease.awaited:
-                self._announce(lease, now_ns)
-        self._residency.unpin(node)
 
     def _announce(self, lease: Lease, now_ns: int) -> None:
         """All that could be staged is: promise the boundary that is whole in the arena now, if need be a lower one."""
@@ -578,19 +434,11 @@ class Reads:
     def waiting(self) -> int:
         return len(self._parked)
 
-    @property
-    def staging_bytes(self) -> int:
-        return self._reading_bytes
-
-    def reading_pieces(self) -> list[Piece]:
-        return [piece for key in self._reading.values() for piece in self._staging[key].pieces]
-
     def check(self) -> None:
         for lease in self._leases.values():
             assert lease.id in lease.session.leases and all(node.pins > 0 for _, node, _ in lease.needs)
-            assert all(lease in self._staging[key].leases for key in lease.awaited)
             assert lease.announced == (not lease.awaited)
-        assert self._reading_bytes <= max(self._budget_bytes, self._context.limits.object_bytes)
+        self.staging.check(self._leases.values())
         assert all(number in self._parked for numbers in self._waiters.values() for number in numbers)
 
 

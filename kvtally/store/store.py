@@ -301,7 +301,7 @@ class Store:
         if isinstance(job, WriteJob):
             self._writes.written(job, outcome, now_ns)
         elif isinstance(job, ReadJob):
-            self._reads.read(job, outcome, now_ns)
+            self._reads.staging.read(job, outcome, now_ns)
         elif isinstance(job, FindJob):
             self._reads.found(job, outcome, now_ns)
         else:
@@ -357,7 +357,7 @@ class Store:
                 "objects": residency.resident_objects[ARENA],
                 "evicted": residency.evicted_objects[ARENA],
                 "limbo_bytes": self._writes.limbo_bytes,
-                "staging_bytes": self._reads.staging_bytes,
+                "staging_bytes": self._reads.staging.reading_bytes,
             },
             "tiers": [self._tier_stats(number, now_ns) for number in range(1, residency.tiers)],
             "lookups": {
@@ -431,7 +431,7 @@ class Store:
         """Assert every invariant, also that each arena byte has exactly one owner. Linear; for tests and simulation."""
         self._residency.check()
         self._reads.check()
-        in_flight = self._writes.open_pieces() + self._reads.reading_pieces()
+        in_flight = self._writes.open_pieces() + self._reads.staging.pieces()
         owned = self._residency.owned_pieces() + in_flight
         owned.sort()
         for before, after in pairwise(owned):
