@@ -5,6 +5,9 @@
     inquiry.py     the scheduler half's thread: chains, lookups, staging, receipts; all talk with the store
     worker.py      worker half: one thread that copies between engine blocks and arena slots
     layout.py      vLLM's KV-cache configuration → namespace and geometry
+    tally.py       what is counted; stats.py hands it to vLLM's log and Prometheus
+    events.py      KV events for what was saved
+    retention.py   where vLLM keeps recurrent states, and what to say about it
     identity.py    which weights are these?
     compat.py      which vLLM is this?
 

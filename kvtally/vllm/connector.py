@@ -11,7 +11,7 @@ import functools
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -31,15 +31,25 @@ from kvtally.device.cuda import CudaCopies
 from kvtally.errors import IncompatibleError
 from kvtally.vllm.autostart import ensure_store
 from kvtally.vllm.compat import require_supported
+from kvtally.vllm.events import SaveEvents
 from kvtally.vllm.identity import model_identity
 from kvtally.vllm.inquiry import Inquiries
 from kvtally.vllm.layout import EngineLayout, engine_layout, group_layouts
 from kvtally.vllm.meta import Metadata, WorkerReport
+from kvtally.vllm.retention import advice
 from kvtally.vllm.scheduler import SchedulerHalf
+from kvtally.vllm.stats import ConnectorStats, PrometheusMetrics, results_tally, stats_of
 from kvtally.vllm.worker import Results, WorkerHalf
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -51,6 +61,8 @@ log = logging.getLogger("kvtally.vllm")
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+RESET_S = 5.0  # how long a reset of the cache may stop the engine
 
 failures: Counter[str] = Counter()  # exceptions that the edge has turned into misses, by method
 
@@ -118,7 +130,13 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         self._inquiries = Inquiries(lambda: StoreClient(address, name=name, namespace=layout.namespace))
         self._inquiries.start()
         world = config.parallel_config.world_size
-        self._scheduler = SchedulerHalf(layout, self._inquiries, world_size=world, wait_ms=settings.wait_ms)
+        announced = config.kv_events_config
+        events = None
+        if announced is not None and announced.enable_kv_cache_events:
+            events = SaveEvents(layout, self._kv_cache_config, world_size=world)
+        self._scheduler = SchedulerHalf(
+            layout, self._inquiries, world_size=world, wait_ms=settings.wait_ms, events=events
+        )
         groups = ", ".join(f"{spec.kind}×{len(spec.page_bytes[0])}/{spec.block_tokens}" for spec in layout.groups)
         log.warning(
             "kvtally: groups [%s], chunk %d tokens, hits aligned to %d, namespace %s, store %s",
@@ -128,6 +146,14 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
             layout.namespace.digest.hex()[:12],
             address,
         )
+        states = advice(
+            layout.namespace,
+            block_tokens=layout.block_tokens,
+            interval_tokens=self._kv_cache_config.prefix_cache_retention_interval,
+            step_tokens=config.scheduler_config.max_num_batched_tokens,
+        )
+        if states is not None:
+            log.warning("kvtally: %s", states)
 
     def _start_worker(self, config: VllmConfig, layout: EngineLayout, settings: ConnectorConfig) -> None:
         address = settings.store
@@ -248,7 +274,40 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
     @edge(lambda: None)
     def build_connector_worker_meta(self) -> WorkerReport | None:
         news = self._results
-        return WorkerReport(news.saved, news.saved_bytes, news.loads) if self._worker is not None else None
+        if self._worker is None:
+            return None
+        return WorkerReport(news.saved, news.saved_bytes, news.loads, news.stored)
+
+    # ---- seen by the user
+
+    @edge(lambda: None)
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Called once per step in each process: what was counted since the last call."""
+        if self._worker is not None:
+            return stats_of(results_tally(self._results))
+        return stats_of(self._scheduler.tally.take()) if self._scheduler is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return ConnectorStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return PrometheusMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @edge(tuple)
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._scheduler.events.take() if self._scheduler is not None and self._scheduler.events else ()
+
+    @edge(lambda: False)
+    def reset_cache(self) -> bool | None:
+        return self._scheduler.reset(RESET_S) if self._scheduler is not None else True
 
     @edge(lambda: None)
     def shutdown(self) -> None:

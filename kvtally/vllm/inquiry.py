@@ -22,7 +22,7 @@ from kvtally.client import Call, Lease, Miss, StoreClient
 from kvtally.core.keys import chunk_ends
 from kvtally.core.receipts import Half
 from kvtally.vllm.path import Boundary, Path
-from kvtally.wire.messages import Lookup, MissReason
+from kvtally.wire.messages import Found, Lookup, MissReason
 
 log = logging.getLogger("kvtally.vllm")
 
@@ -38,6 +38,7 @@ class Answer(NamedTuple):
     lease: Lease | None
     reason: str
     wait_s: float
+    attention_tokens: int = 0  # the boundary up to which all full attention is there, with or without state
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +50,7 @@ class Inquiry:
     alignment_tokens: int
     deadline_ns: int
     asked_ns: int
+    full_groups: tuple[int, ...] = ()
     answer: Answer | None = None
     is_cancelled: bool = False
     call: Call[Lease] | None = None
@@ -61,9 +63,19 @@ class Inquiry:
     def limit_tokens(self) -> int:
         return len(self.tokens) - 1
 
+    def attention_tokens(self, found: Found) -> int:
+        """Whole chunks from the start that every full-attention group has, by the store's answer."""
+        if not self.full_groups or not found.presence:
+            return 0
+        missing = 0
+        for group in self.full_groups:
+            missing |= ~int.from_bytes(found.presence[group], "little")
+        chunks = (missing & -missing).bit_length() - 1
+        return min(chunks, self.limit_tokens // self.path.chunk_tokens) * self.path.chunk_tokens
+
 
 class Inquiries:
-    """Start with `start()`; every method may be called from the scheduler's thread and returns at once."""
+    """Start with `start()`; every method may be called from the scheduler's thread; all but `reset` return at once."""
 
     def __init__(self, connect: Callable[[], StoreClient]) -> None:
         self._connect = connect
@@ -82,6 +94,15 @@ class Inquiries:
 
     def file(self, ticket: str, half: Half) -> None:
         self._commands.put(lambda client: self._forget(client.file_receipt(ticket, half)))
+
+    def reset(self, timeout_s: float) -> bool:
+        """Have the store forget this engine's namespace. The one method that waits, and no longer than this."""
+        done: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._commands.put(lambda client: done.put(not isinstance(client.reset(timeout_s=timeout_s).wait(), Miss)))
+        try:
+            return done.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
 
     def stop(self, timeout_s: float = 2.0) -> None:
         self._commands.put(None)
@@ -120,7 +141,7 @@ class Inquiries:
         return True
 
     def _begin(self, client: StoreClient, inquiry: Inquiry) -> None:
-        chunk = inquiry.path._chunk
+        chunk = inquiry.path.chunk_tokens
         limit = inquiry.limit_tokens
         inquiry.path.extend(inquiry.tokens, limit)
         inquiry.path_ready = True
@@ -169,12 +190,12 @@ class Inquiries:
         fitting = [e for e in ends if e <= inquiry.limit_tokens and e % inquiry.alignment_tokens == 0]
         if not fitting:
             return False
-        covered = len(inquiry.path.chains[: hit // inquiry.path._chunk])
+        covered = len(inquiry.path.chains[: hit // inquiry.path.chunk_tokens])
         tail: Boundary = inquiry.path.tail(inquiry.tokens, max(fitting))
         if tail.start_tokens != hit or (inquiry.ends and max(fitting) <= hit):
             return False
         inquiry.shorter, inquiry.lease = lease, None
-        inquiry.ends = [*chunk_ends(hit, inquiry.path._chunk), tail.end_tokens]
+        inquiry.ends = [*chunk_ends(hit, inquiry.path.chunk_tokens), tail.end_tokens]
         inquiry.call = self._hold(client, inquiry, [*inquiry.path.chains[:covered], tail.chain])
         return True
 
@@ -196,8 +217,10 @@ class Inquiries:
         wait_s = (time.monotonic_ns() - inquiry.asked_ns) / 1e9
         ends = [e for e in inquiry.ends if e <= end]
         if best is not None and best is inquiry.shorter:
-            ends = chunk_ends(end, inquiry.path._chunk)
-        inquiry.answer = Answer(end, ends, best, reason, wait_s)
+            ends = chunk_ends(end, inquiry.path.chunk_tokens)
+        first = inquiry.shorter or inquiry.lease
+        attention = inquiry.attention_tokens(first.found) if first is not None else 0
+        inquiry.answer = Answer(end, ends, best, reason, wait_s, attention)
 
     def _give_back(self, client: StoreClient, lease: Lease | None) -> None:
         if lease is not None:

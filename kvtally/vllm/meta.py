@@ -6,6 +6,7 @@ scheduler half ◀──WorkerReport: what was saved, how loads went── worke
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -53,29 +54,39 @@ class Metadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class LoadReport:
-    """How one rank's load went. `reason` is empty on success."""
+    """How the load of one rank, or of several together, went. `reason` is empty on success."""
 
     moved_bytes: int = 0
     seconds: float = 0.0
     reason: str = ""
+    ranks: int = 1
+
+    def add(self, other: LoadReport) -> LoadReport:
+        return LoadReport(
+            self.moved_bytes + other.moved_bytes,
+            max(self.seconds, other.seconds),
+            self.reason or other.reason,
+            self.ranks + other.ranks,
+        )
 
 
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """One step's news from the workers. `saved` counts the ranks that are done with a save job."""
+    """One step's news from the workers.
+
+    `saved` counts the ranks that are done with a save job, `stored` those which have all of it in the store.
+    """
 
     saved: dict[int, int] = field(default_factory=dict)
     saved_bytes: int = 0
     loads: dict[str, LoadReport] = field(default_factory=dict)
+    stored: dict[int, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
-        saved = dict(self.saved)
-        for job, ranks in other.saved.items():
-            saved[job] = saved.get(job, 0) + ranks
+        saved = dict(Counter(self.saved) + Counter(other.saved))
+        stored = dict(Counter(self.stored) + Counter(other.stored))
         loads = dict(self.loads)
         for request, report in other.loads.items():
-            known = loads.get(request, LoadReport())
-            seconds = max(known.seconds, report.seconds)
-            loads[request] = LoadReport(known.moved_bytes + report.moved_bytes, seconds, known.reason or report.reason)
-        return WorkerReport(saved, self.saved_bytes + other.saved_bytes, loads)
+            loads[request] = loads[request].add(report) if request in loads else report
+        return WorkerReport(saved, self.saved_bytes + other.saved_bytes, loads, stored)

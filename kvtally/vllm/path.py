@@ -43,7 +43,7 @@ class Extras(NamedTuple):
 
 
 def extras_of(request: Request) -> Extras:
-    lora = request.lora_request.lora_name if request.lora_request else ""
+    lora = f"{request.lora_request.lora_name}\0{request.lora_request.lora_path}" if request.lora_request else ""
     items = tuple(
         (feature.mm_position.offset, feature.mm_position.length, str(feature.identifier).encode())
         for feature in request.mm_features
@@ -55,40 +55,40 @@ class Path:
     """Whole chunks first; a tail is computed when it is asked for."""
 
     def __init__(self, chunk_tokens: int, extras: Extras) -> None:
-        self._chunk = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self._extras = extras
         self.chains: list[bytes] = []  # at chunk_tokens, 2 * chunk_tokens, ...
 
     @property
     def end_tokens(self) -> int:
-        return len(self.chains) * self._chunk
+        return len(self.chains) * self.chunk_tokens
 
     def extend(self, tokens: Sequence[int], until: int) -> None:
         """Compute the chains of every whole chunk that ends at or below `until`."""
         start = self.end_tokens
-        end = until // self._chunk * self._chunk
+        end = until // self.chunk_tokens * self.chunk_tokens
         if end <= start:
             return
         packed = token_bytes(tokens[start:end])
-        step = 4 * self._chunk
+        step = 4 * self.chunk_tokens
         previous = self.chains[-1] if self.chains else ROOT_CHAIN
         for at in range(0, len(packed), step):
-            extra = self._extras.between(start, start + self._chunk)
+            extra = self._extras.between(start, start + self.chunk_tokens)
             previous = chain_value(previous, packed[at : at + step], extra)
             self.chains.append(previous)
-            start += self._chunk
+            start += self.chunk_tokens
 
     def chunk(self, index: int) -> Boundary:
         parent = self.chains[index - 1] if index else ROOT_CHAIN
-        return Boundary(self.chains[index], parent, index * self._chunk, (index + 1) * self._chunk)
+        return Boundary(self.chains[index], parent, index * self.chunk_tokens, (index + 1) * self.chunk_tokens)
 
     def tail(self, tokens: Sequence[int], end: int) -> Boundary:
         """The boundary at `end`, which lies above the last whole chunk before it."""
         self.extend(tokens, end)
-        index, inside = divmod(end, self._chunk)
+        index, inside = divmod(end, self.chunk_tokens)
         if not inside:
             return self.chunk(index - 1)
-        start = index * self._chunk
+        start = index * self.chunk_tokens
         parent = self.chains[index - 1] if index else ROOT_CHAIN
         chain = chain_value(parent, token_bytes(tokens[start:end]), self._extras.between(start, end))
         return Boundary(chain, parent, start, end)

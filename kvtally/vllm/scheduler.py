@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,10 +18,12 @@ from typing import TYPE_CHECKING
 from kvtally.core.geometry import NULL_BLOCK, chunk_block_range
 from kvtally.core.namespace import GroupKind
 from kvtally.core.receipts import Half, Role
+from kvtally.vllm.events import SaveEvents
 from kvtally.vllm.inquiry import Answer, Inquiries, Inquiry
 from kvtally.vllm.layout import EngineLayout
 from kvtally.vllm.meta import LoadJob, LoadReport, Metadata, SaveItem, SaveJob, WorkerReport
 from kvtally.vllm.path import Boundary, Path, extras_of
+from kvtally.vllm.tally import LOOKUPS, MISSES, TOKENS, WAIT, Tally
 from kvtally.wire.messages import MissReason
 
 if TYPE_CHECKING:
@@ -42,9 +43,11 @@ class Track:
     path: Path
     inquiry: Inquiry | None = None
     answer: Answer | None = None
+    is_opaque: bool = False  # its tokens do not say what its KV is (prompt embeddings): neither read nor saved
     has_failed: bool = False  # a load failed: never promise this request anything again
     load: LoadJob | None = None
     is_loading: bool = False
+    is_counted: bool = False  # whether what was loaded is in the tally
     saved_chunks: int = 0  # chunks that are in the store already or on their way there
     tail_saved: bool = False
     preemptions: int = 0  # how many the request had when it was last asked about
@@ -59,7 +62,15 @@ class Track:
 class SchedulerHalf:
     """See the module docstring. `world_size` ranks must report before a save's blocks are let go."""
 
-    def __init__(self, layout: EngineLayout, inquiries: Inquiries, *, world_size: int, wait_ms: int) -> None:
+    def __init__(
+        self,
+        layout: EngineLayout,
+        inquiries: Inquiries,
+        *,
+        world_size: int,
+        wait_ms: int,
+        events: SaveEvents | None = None,
+    ) -> None:
         self._layout = layout
         self._inquiries = inquiries
         self._world_size = world_size
@@ -71,13 +82,15 @@ class SchedulerHalf:
         self._tracks: dict[str, Track] = {}
         self._held: dict[int, tuple[list[int], int]] = {}  # save job -> blocks held for it, ranks still to report
         self._loads: list[LoadJob] = []
+        self._reports: dict[str, LoadReport] = {}  # of loads that some ranks have finished
         self._late_saves: list[SaveJob] = []  # of finished requests, for the next step
         self._last_job = 0
         self._has_states = any(spec.kind is GroupKind.RECURRENT for spec in layout.groups)
+        self._full_groups = tuple(g for g, spec in enumerate(layout.groups) if spec.kind is GroupKind.FULL)
         self._attention = [g for g, spec in enumerate(layout.groups) if spec.kind is not GroupKind.RECURRENT]
         self._group_of = {group_id: g for g, group_id in enumerate(layout.group_ids)}
-        self.misses: Counter[str] = Counter()
-        self.counts: Counter[str] = Counter()
+        self.tally = Tally()
+        self.events = events
 
     def bind(self, manager: KVCacheManager) -> None:
         self._manager = manager
@@ -89,21 +102,26 @@ class SchedulerHalf:
         """The request has arrived: ask the store at once, long before the scheduler gets to it."""
         if request.request_id in self._tracks:
             return
-        track = Track(request, Path(self._layout.namespace.chunk_tokens, extras_of(request)))
+        path = Path(self._layout.namespace.chunk_tokens, extras_of(request))
+        track = Track(request, path, is_opaque=request.prompt_embeds is not None)
         self._tracks[request.request_id] = track
         if not request.resumable:  # the tokens of a streaming input are not complete yet: asked when they are scheduled
             self._ask(track)
 
     def _ask(self, track: Track) -> None:
         request = track.request
-        if request.prompt_embeds is not None or request.skip_reading_prefix_cache:
+        if track.is_opaque or request.skip_reading_prefix_cache:
             track.answer = Answer(0, [], None, MissReason.REFUSED, 0.0)
+            track.reason = MissReason.REFUSED
+            self.tally.count(MISSES, MissReason.REFUSED)
             return
         tokens: Sequence[int] = request.prompt_token_ids or []
         if request.num_output_tokens:  # resumed after preemption: prompt and answer so far
             tokens = list(request.all_token_ids)
         now_ns = time.monotonic_ns()
-        track.inquiry = Inquiry(tokens, track.path, self._layout.alignment_tokens, now_ns + self._wait_ns, now_ns)
+        track.inquiry = Inquiry(
+            tokens, track.path, self._layout.alignment_tokens, now_ns + self._wait_ns, now_ns, self._full_groups
+        )
         self._inquiries.ask(track.inquiry)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
@@ -119,10 +137,13 @@ class SchedulerHalf:
                 self._ask(track)
             answer = track.inquiry.answer if track.inquiry is not None else track.answer
             if answer is None:
+                time.sleep(0)  # let the inquiry thread have the interpreter: an idle scheduler asks in a tight loop
                 return None, False
             track.answer = answer
+            self._ask_for_state(request, answer)
             track.wait_s = answer.wait_s
             track.reason = answer.reason
+            self._count_answer(answer)
             known = answer.end_tokens // self._layout.namespace.chunk_tokens
             track.saved_chunks = max(track.saved_chunks, known)
         if track.answer.lease is None or not track.answer.lease.is_live:
@@ -131,6 +152,24 @@ class SchedulerHalf:
         if external > 0:
             return external, True
         return (None, False) if self._state_lags(request, track.answer.end_tokens) else (0, False)
+
+    def _count_answer(self, answer: Answer) -> None:
+        if not answer.end_tokens and not answer.reason:  # too short to be asked about
+            return
+        self.tally.count(LOOKUPS, "hit" if answer.end_tokens else "miss")
+        self.tally.observe(WAIT, answer.wait_s)
+        if answer.reason:
+            self.tally.count(MISSES, answer.reason)
+
+    def _ask_for_state(self, request: Request, answer: Answer) -> None:
+        """Where the store has attention but no state, let vLLM make one while it passes there.
+
+        vLLM does so by itself for prefixes that its own cache has seen; this tells it of those the store has seen.
+        """
+        block = self._layout.block_tokens
+        boundary = min(answer.attention_tokens, request.num_tokens - 1) // block * block
+        if self._has_states and boundary > max(answer.end_tokens, request.shared_prefix_boundary):
+            request.shared_prefix_boundary = boundary
 
     @property
     def supports_divergence(self) -> bool:
@@ -159,15 +198,24 @@ class SchedulerHalf:
             if not track.external_tokens:
                 track.local_tokens = request.num_computed_tokens
             self._let_go(track)
+            self._count_reuse(track)
             return
         tables = [list(table) for table in blocks.get_block_ids(group_ids=self._layout.group_ids)]
         have = answer.end_tokens - external_tokens
         load = LoadJob(request.request_id, answer.lease.share(), answer.ends, answer.end_tokens, have, tables)
         self._loads.append(load)
-        track.is_loading = True
+        track.is_loading, track.is_counted = True, False
         track.local_tokens, track.external_tokens = have, external_tokens
         outcome = answer.lease.outcome
         track.disk_tokens = min(external_tokens, outcome.disk_tokens) if outcome is not None else 0
+
+    def _count_reuse(self, track: Track) -> None:
+        """The request goes on after its load, with everything there on all ranks: now it is reused."""
+        if track.is_counted:
+            return
+        track.is_counted = True
+        self.tally.count(TOKENS, "host", track.external_tokens - track.disk_tokens)
+        self.tally.count(TOKENS, "disk", track.disk_tokens)
 
     def _let_go(self, track: Track) -> None:
         """This request will not read through its lease (any more)."""
@@ -186,29 +234,40 @@ class SchedulerHalf:
 
     def build_metadata(self, output: SchedulerOutput) -> Metadata:
         self._diverging, self._diverge_again = self._diverge_again, True
-        metadata = Metadata(self._loads, self._late_saves)
+        saves: list[SaveJob] = []
+        is_planned = False
+        try:
+            self._plan_saves(output, saves)
+            is_planned = True
+        finally:
+            if not is_planned:  # the edge turns this into an empty step: nobody would ever report these jobs
+                self._unhold(saves)
+        metadata = Metadata(self._loads, self._late_saves + saves)
         self._loads, self._late_saves = [], []
+        return metadata
+
+    def _plan_saves(self, output: SchedulerOutput, saves: list[SaveJob]) -> None:
         state = output.kv_connector_block_state
         if state is None:
-            return metadata
+            return
         for request_id, count in output.num_scheduled_tokens.items():
             track = self._tracks.get(request_id)
             tables = state.get_block_ids(request_id)
-            if track is None or tables is None:
+            if track is None or tables is None or track.is_opaque:
                 continue
             items = self._chunk_items(track, track.request.num_computed_tokens + count, tables)
             items += self._tail_items(track, track.request.num_computed_tokens + count, tables)
-            self._add_job(metadata.saves, items)
+            self._add_job(saves, track.request, items)
         for request_id, offers in state.boundary_state_offloads.items():
             track = self._tracks.get(request_id)
-            if track is not None:
-                self._add_job(metadata.saves, self._state_items(track, offers))
-        return metadata
+            if track is not None and not track.is_opaque:
+                self._add_job(saves, track.request, self._state_items(track, offers))
 
     def _chunk_items(self, track: Track, computed_end: int, tables: Sequence[Sequence[int]]) -> list[SaveItem]:
         """Attention objects of every chunk that this step completes."""
         chunk = self._layout.namespace.chunk_tokens
-        complete = computed_end // chunk
+        # With asynchronous scheduling the last token may not be known yet: its chunk is named one step later.
+        complete = min(computed_end, track.request.num_tokens) // chunk
         if complete <= track.saved_chunks or not self._is_path_free(track):
             return []
         track.path.extend(track.request.all_token_ids, complete * chunk)
@@ -252,26 +311,38 @@ class SchedulerHalf:
         items = []
         for group_id, block_id, boundary_tokens in offers:
             group = self._group_of.get(group_id)
-            if group is None or block_id == NULL_BLOCK or boundary_tokens % self._layout.namespace.chunk_tokens:
+            if group is None or block_id == NULL_BLOCK or boundary_tokens > track.request.num_tokens:
+                continue
+            if boundary_tokens % self._layout.namespace.chunk_tokens:
                 continue
             track.path.extend(track.request.all_token_ids, boundary_tokens)
             boundary = track.path.chunk(boundary_tokens // self._layout.namespace.chunk_tokens - 1)
             items.append(SaveItem(*boundary, group, [block_id]))
         return items
 
-    def _add_job(self, jobs: list[SaveJob], items: list[SaveItem]) -> None:
+    def _add_job(self, jobs: list[SaveJob], request: Request, items: list[SaveItem]) -> None:
         """A job, with its blocks held: they outlive the request until every rank has copied them."""
         if not items or self._pool is None:
             return
         self._last_job += 1
+        if self.events is not None:
+            self.events.begin(self._last_job, request, items)
         blocks = sorted({block for item in items for block in item.block_ids})
         self._pool.touch([self._pool.blocks[block] for block in blocks])
         self._held[self._last_job] = (blocks, self._world_size)
         jobs.append(SaveJob(self._last_job, items))
 
+    def _unhold(self, jobs: list[SaveJob]) -> None:
+        for job in jobs:
+            blocks, _ = self._held.pop(job.id)
+            if self._pool is not None:
+                self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
+
     def update(self, report: WorkerReport) -> None:
         """News from the workers, all ranks together."""
-        self.counts["saved_bytes"] += report.saved_bytes
+        if self.events is not None:
+            for job, ranks in report.stored.items():
+                self.events.stored(job, ranks)
         for job, ranks in report.saved.items():
             held = self._held.pop(job, None)
             if held is None:
@@ -279,18 +350,25 @@ class SchedulerHalf:
             blocks, missing = held
             if missing > ranks:
                 self._held[job] = (blocks, missing - ranks)
-            elif self._pool is not None:
+                continue
+            if self._pool is not None:
                 self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
+            if self.events is not None:
+                self.events.ended(job)
         for request_id, load in report.loads.items():
-            self._loaded(request_id, load)
+            known = self._reports.pop(request_id, None)
+            together = known.add(load) if known is not None else load
+            if together.ranks < self._world_size:  # ranks may be done in different steps; the lease is for all of them
+                self._reports[request_id] = together
+            else:
+                self._loaded(request_id, together)
 
     def _loaded(self, request_id: str, load: LoadReport) -> None:
         track = self._tracks.get(request_id)
-        self.counts["loaded_bytes"] += load.moved_bytes
-        if load.reason:
-            self.misses[load.reason] += 1
         if track is None:
             return
+        if load.reason and not track.has_failed:
+            self.tally.count(MISSES, load.reason)
         track.is_loading = False
         track.report = load
         if load.reason:
@@ -305,6 +383,18 @@ class SchedulerHalf:
     def is_busy(self) -> bool:
         """Whether the engine must go on stepping although it has no requests: blocks are held for saves."""
         return bool(self._held or self._late_saves)
+
+    def reset(self, timeout_s: float) -> bool:
+        """Forget what the store has, and what was promised from it. False where bytes from before may yet be used."""
+        for track in self._tracks.values():
+            if track.is_loading:
+                continue
+            if track.answer is None and track.inquiry is not None:
+                track.inquiry.is_cancelled = True
+                track.answer = track.inquiry.answer or Answer(0, [], None, MissReason.ABSENT, 0.0)
+            self._let_go(track)
+        is_quiet = not self.is_busy and not any(track.is_loading for track in self._tracks.values())
+        return self._inquiries.reset(timeout_s) and is_quiet
 
     # ---- the end of a request
 
@@ -324,19 +414,19 @@ class SchedulerHalf:
             )
             track.has_failed = True
             return
-        if any(block_ids):
+        if any(block_ids) and not track.is_opaque:
             self._save_answer_tail(track, block_ids)
         self._file_receipt(track)
 
     def _save_answer_tail(self, track: Track, block_ids: Sequence[Sequence[int]]) -> None:
         """The end of the conversation so far, so that its next turn goes on from here."""
         alignment = self._layout.alignment_tokens
-        end = track.request.num_computed_tokens // alignment * alignment
+        end = min(track.request.num_computed_tokens, track.request.num_tokens) // alignment * alignment
         if self._has_states or end <= track.request.num_prompt_tokens or not self._is_path_free(track):
             return
         if end % self._layout.namespace.chunk_tokens:
             boundary = track.path.tail(track.request.all_token_ids, end)
-            self._add_job(self._late_saves, self._attention_items(boundary, block_ids))
+            self._add_job(self._late_saves, track.request, self._attention_items(boundary, block_ids))
 
     def _file_receipt(self, track: Track) -> None:
         prompt = track.request.num_prompt_tokens

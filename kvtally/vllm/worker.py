@@ -41,7 +41,9 @@ class Results:
     failed: set[str] = field(default_factory=set)
     saved: dict[int, int] = field(default_factory=dict)
     saved_bytes: int = 0
+    save_seconds: list[float] = field(default_factory=list)
     loads: dict[str, LoadReport] = field(default_factory=dict)
+    stored: dict[int, int] = field(default_factory=dict)  # as `saved`: those of which nothing is missing in the store
 
 
 class WorkerHalf:
@@ -165,19 +167,25 @@ class WorkerHalf:
         }
 
     def _save(self, job: SaveJob, fence: Callable[[], None], client: StoreClient) -> None:
-        saved_bytes = 0
+        begun = time.monotonic()
+        saved_bytes, is_stored = 0, False
         try:
             fence()
-            saved_bytes = self._save_all(client, job)
+            saved_bytes, is_stored = self._save_all(client, job)
         finally:  # whatever happened, the job's blocks are let go
             with self._lock:
                 self._results.saved[job.id] = 1
                 self._results.saved_bytes += saved_bytes
+                self._results.save_seconds.append(time.monotonic() - begun)
+                if is_stored:
+                    self._results.stored[job.id] = 1
 
-    def _save_all(self, client: StoreClient, job: SaveJob) -> int:
+    def _save_all(self, client: StoreClient, job: SaveJob) -> tuple[int, bool]:
+        """How many bytes were saved, and whether the store now has everything of the job."""
         puts = client.put_begin([self._object(item) for item in job.items], timeout_s=CALL_S).wait()
         if isinstance(puts, Miss):
-            return 0
+            return 0, False
+        is_whole = all(put.status in (PutStatus.WRITE, PutStatus.PRESENT) for put in puts)
         commit: list[tuple[Put, int]] = []
         for item, put in zip(job.items, puts, strict=True):
             if put.status is PutStatus.WRITE:
@@ -186,9 +194,12 @@ class WorkerHalf:
                 assert checksum is not None
                 commit.append((put, checksum))
         if not commit:
-            return 0
+            return 0, is_whole
         ended = client.put_end(commit=commit, timeout_s=CALL_S).wait()
-        return 0 if isinstance(ended, Miss) else sum(put.length_bytes for put, _ in commit)
+        if isinstance(ended, Miss):
+            return 0, False
+        saved_bytes = sum(put.length_bytes for put, _ in commit if put.id not in ended.rejected)
+        return saved_bytes, is_whole and not ended.rejected
 
     def _object(self, item: SaveItem) -> PutObject:
         blocks = len(item.block_ids)

@@ -1,0 +1,106 @@
+"""The connector's counts in the forms vLLM wants: records it carries between processes, its log line, Prometheus.
+
+What is counted, and under which names, is `tally`'s; a metric added to its table appears here by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+
+from kvtally.vllm.tally import BYTES, COUNTS, DURATIONS, LOAD, SAVE, Count, Duration, Tally
+from kvtally.vllm.worker import Results
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+PREFIX = "vllm:kvtally_"
+BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+@dataclass
+class ConnectorStats(KVConnectorStats):
+    """`data` holds a tally's two mappings under their names."""
+
+    @property
+    def tally(self) -> Tally:
+        return Tally(self.data.setdefault("counts", {}), self.data.setdefault("seconds", {}))
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        self.tally.add(other.data.get("counts", {}), other.data.get("seconds", {}))
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return self.tally.summary()
+
+    def is_empty(self) -> bool:
+        return self.tally.is_empty
+
+
+def stats_of(tally: Tally) -> ConnectorStats | None:
+    """What vLLM is to carry away; None where nothing happened, which costs it nothing."""
+    return None if tally.is_empty else ConnectorStats({"counts": tally.counts, "seconds": tally.seconds})
+
+
+def results_tally(results: Results) -> Tally:
+    """One worker's news of one step."""
+    tally = Tally()
+    tally.count(BYTES, "load", sum(report.moved_bytes for report in results.loads.values()))
+    tally.count(BYTES, "save", results.saved_bytes)
+    tally.observe(LOAD, *(report.seconds for report in results.loads.values()))
+    tally.observe(SAVE, *results.save_seconds)
+    return tally
+
+
+class PrometheusMetrics(KVConnectorPromMetrics):
+    """`vllm:kvtally_*` on vLLM's own /metrics."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {metric.name: self._counter(metric) for metric in COUNTS}
+        self._histograms = {metric.name: self._histogram(metric) for metric in DURATIONS}
+        for labels in per_engine_labelvalues.values():
+            for metric in COUNTS:
+                for value in metric.values:
+                    self._counters[metric.name].labels(*labels, value)
+            for histogram in self._histograms.values():
+                histogram.labels(*labels)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, values in transfer_stats_data.get("counts", {}).items():
+            for value, amount in values.items():
+                self._counters[name].labels(*labels, value).inc(amount)
+        for name, observations in transfer_stats_data.get("seconds", {}).items():
+            histogram = self._histograms[name].labels(*labels)
+            for seconds in observations:
+                histogram.observe(seconds)
+
+    def _counter(self, metric: Count) -> Any:
+        return self._counter_cls(
+            name=f"{PREFIX}{metric.name}", documentation=metric.text, labelnames=[*self._labelnames, metric.label]
+        )
+
+    def _histogram(self, metric: Duration) -> Any:
+        return self._histogram_cls(
+            name=f"{PREFIX}{metric.name}",
+            documentation=metric.text,
+            labelnames=self._labelnames,
+            buckets=list(BUCKETS_S),
+        )

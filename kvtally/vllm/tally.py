@@ -1,0 +1,105 @@
+"""What the connector counts: the table of its metrics, and the sums between two looks at them. Imports no vLLM.
+
+Each half counts into a `Tally` of its own; vLLM takes its plain data away with every step, adds up ranks and halves,
+prints a line of it now and then and feeds it to Prometheus (`stats`). Not thread-safe: a tally belongs to one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from kvtally.wire.messages import MissReason
+
+MIB = 1 << 20
+
+
+class Count(NamedTuple):
+    """A counter with one label. `values` are those it starts with at 0, so that the first increase shows as one."""
+
+    name: str
+    text: str
+    label: str
+    values: tuple[str, ...]
+
+
+class Duration(NamedTuple):
+    """A histogram of seconds."""
+
+    name: str
+    text: str
+
+
+LOOKUPS = Count("lookups", "Prompts that the store was asked about.", "outcome", ("hit", "miss"))
+TOKENS = Count(
+    "tokens", "Prompt tokens that were loaded and used, by where they were found.", "source", ("host", "disk")
+)
+BYTES = Count("bytes", "Bytes copied between engine and store.", "direction", ("load", "save"))
+MISSES = Count(
+    "misses", "Prompts of which less than possible was reused, and loads that failed.", "reason", tuple(MissReason)
+)
+WAIT = Duration("wait_seconds", "From the arrival of a prompt until its hit was known and staged in host memory.")
+LOAD = Duration("load_seconds", "One load of one request by one worker.")
+SAVE = Duration("save_seconds", "One save of one request's step by one worker.")
+
+COUNTS = (LOOKUPS, TOKENS, BYTES, MISSES)
+DURATIONS = (WAIT, LOAD, SAVE)
+
+Counts = Mapping[str, Mapping[str, int]]  # metric -> label value -> sum
+Seconds = Mapping[str, Sequence[float]]  # metric -> observations
+
+
+class Tally:
+    """Sums by metric and label, and lists of durations by metric; both plain, so that any codec carries them."""
+
+    __slots__ = ("counts", "seconds")
+
+    def __init__(
+        self, counts: dict[str, dict[str, int]] | None = None, seconds: dict[str, list[float]] | None = None
+    ) -> None:
+        self.counts = {} if counts is None else counts
+        self.seconds = {} if seconds is None else seconds
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.counts and not self.seconds
+
+    def count(self, metric: Count, value: str, amount: int = 1) -> None:
+        if amount:
+            values = self.counts.setdefault(metric.name, {})
+            values[value] = values.get(value, 0) + amount
+
+    def observe(self, metric: Duration, *seconds: float) -> None:
+        if seconds:
+            self.seconds.setdefault(metric.name, []).extend(seconds)
+
+    def add(self, counts: Counts, seconds: Seconds) -> None:
+        for name, values in counts.items():
+            sums = self.counts.setdefault(name, {})
+            for value, amount in values.items():
+                sums[value] = sums.get(value, 0) + amount
+        for name, observations in seconds.items():
+            self.seconds.setdefault(name, []).extend(observations)
+
+    def take(self) -> Tally:
+        """Everything so far; from now on counting begins at nothing."""
+        taken = Tally(self.counts, self.seconds)
+        self.counts, self.seconds = {}, {}
+        return taken
+
+    def summary(self) -> dict[str, int | float]:
+        """For a line that people read: only what happened, with short names and handy units."""
+        line: dict[str, int | float] = {}
+        for metric in COUNTS:
+            for value, amount in sorted(self.counts.get(metric.name, {}).items()):
+                if metric is BYTES:
+                    line[f"{value}_MiB"] = round(amount / MIB, 3)
+                else:
+                    line[f"{metric.name}_{value}"] = amount
+        for duration in DURATIONS:
+            observations = sorted(self.seconds.get(duration.name, ()))
+            if observations:
+                name = duration.name.removesuffix("_seconds")
+                line[f"{name}_ms_mean"] = round(sum(observations) / len(observations) * 1e3, 3)
+                line[f"{name}_ms_max"] = round(observations[-1] * 1e3, 3)
+        return line
