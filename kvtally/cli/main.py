@@ -82,6 +82,15 @@ def _bench_store(context: typer.Context) -> None:
     _run_module("kvtally.bench.store", context.args)
 
 
+@bench_app.command("repeat", context_settings=_PASS_ON, epilog="Example: kvtally bench repeat --json")
+def _bench_repeat(context: typer.Context) -> None:
+    """Measure what a repeated prompt costs in vLLM.
+
+    Time to the first token: cold, from the arena, from disk, from the engine's own prefix cache, without a connector.
+    """
+    _run_module("kvtally.bench.repeat", context.args)
+
+
 @app.command("demo", context_settings=_PASS_ON, epilog="Example: kvtally demo")
 def _demo(context: typer.Context) -> None:
     """See it work on this machine, without a GPU.

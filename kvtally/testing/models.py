@@ -33,6 +33,8 @@ VOCABULARY = 1000
 WEIGHT_STD = 0.06
 # A state decays by exp(-exp(A_log) * softplus(dt + dt_bias)) for each token: so it still knows what came a thousand ago.
 A_LOG = -5.0
+# Attention over random keys is nearly even: then a wrong block among many drowns. Larger queries make it choose.
+SHARPNESS = 3.0
 
 Setting = str | int | float | bool
 Json = Mapping[str, Any]
@@ -127,9 +129,10 @@ GDN = Recipe(
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 8,
         "num_experts": 4,
-        "num_experts_per_tok": 2,
+        "num_experts_per_tok": 4,  # all: a choice among experts would turn rounding into another answer
         "moe_intermediate_size": 128,
         "shared_expert_intermediate_size": 128,
+        "head_dtype": "float32",  # logits in bfloat16 have few values, and many ties
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     },
     dtype="bfloat16",  # the only one its kernels know on a CPU
@@ -155,7 +158,7 @@ MAMBA = Recipe(
         "mamba_d_head": 64,
         "mamba_expand": 2,
         "mamba_chunk_size": 64,
-        "attention_multiplier": 0.125,
+        "attention_multiplier": SHARPNESS / 8,  # 8 is the root of the head size
     },
     dtype="float32",
     block_tokens=256,
@@ -228,6 +231,8 @@ def _make(recipe: Recipe, seed: int, path: Path) -> None:
                 weight.zero_()
             elif name.endswith("embed_tokens.weight"):
                 weight.normal_()
+            elif name.endswith("q_norm.weight"):
+                weight.add_(SHARPNESS - 1)  # of 1, or of 0 where the model itself adds 1
             elif weight.ndim > 1:
                 weight.normal_(std=WEIGHT_STD)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.dtype]

@@ -84,6 +84,8 @@ def test_a_quick_run_measures_everything_and_leaves_nothing_behind(tmp_path: Pat
     assert figures["idle_cpu_percent"] >= 0
     assert figures["skipped"] == []
     assert all(ratio > 0 for ratio in figures["ratios"].values())
+    assert figures["cpu_ratios"].keys() <= figures["ratios"].keys()
+    assert all(0 < ratio < 2 for ratio in figures["cpu_ratios"].values())
     assert figures["ratios"]["put_gbps"] == pytest.approx(figures["put_gbps"] / figures["memcpy_gbps"])
     assert all(row["ok"] in (True, False, None) for row in figures["targets"])
 
@@ -95,7 +97,9 @@ def verdicts(figures: Figures) -> dict[str, bool | None]:
 def test_what_meets_its_target_is_ok() -> None:
     found = verdicts(GOOD)
     assert False not in found.values()
-    assert found["put_gbps"] and found["disk_get_cold_gbps"] and found["lookup_ms_by_objects.1000000"]
+    assert found["put_gbps"]
+    assert found["disk_get_cold_gbps"]
+    assert found["lookup_ms_by_objects.1000000"]
     assert found["clients_gbps.1"] is None  # nothing was promised
 
 
@@ -126,8 +130,10 @@ def test_the_table_shows_each_row_and_says_when_the_machine_was_busy() -> None:
     figures.targets = judge(figures)
     text = io.StringIO()
     Console(file=text, width=100).print(page(figures))
-    assert "0.30 ×" in text.getvalue() and "miss" in text.getvalue()
-    assert "busy" in text.getvalue() and "Not measured: something" in text.getvalue()
+    assert "0.30" in text.getvalue()
+    assert "miss" in text.getvalue()
+    assert "busy" in text.getvalue()
+    assert "Not measured: something" in text.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +155,7 @@ def test_a_worker_measures_and_reports_what_goes_wrong(tmp_path: Path) -> None:
     short.write_bytes(bytes(OBJECT_BYTES // 2))
     with Worker() as worker:
         assert worker.ask(Allocate(1)) == []
-        assert [seconds > 0 for seconds in worker.ask(Copy())] == [True]
+        assert [seconds > 0 for seconds in worker.ask(Copy())] == [True, True]
         with pytest.raises(TransportError, match="instead of"):
             worker.ask(RawRead(str(short), 0))
         assert worker.ask(Copy())  # an error ends a task, not the worker
