@@ -196,7 +196,7 @@ class Residency:
         return value
 
     def differs(self, node: Node, bit: int, length_bytes: int, checksum: int) -> bool:
-        """Whether the object is resident with other bytes than these: KV computed anew is rarely the same to the bit."""
+        """Whether the object is resident with other bytes: KV computed anew is rarely the same to the bit."""
         if not self._anywhere(node) >> bit & 1:
             return False
         return (self.length_bytes(node, bit), self.checksum(node, bit)) != (length_bytes, checksum)
