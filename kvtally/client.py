@@ -225,8 +225,6 @@ class StoreClient:
             return self._count(Miss(MissReason.LEASE_EXPIRED))
         if verify is None:
             verify = lease.session.verify_reads
-        if runs is None:
-            runs = cpu.whole(slot.length_bytes)
         checksum = cpu.load(slot.pieces, memory, runs, slot.seed if verify else None)
         return self.accept(slot, checksum) or slot.length_bytes
 
@@ -296,8 +294,6 @@ class StoreClient:
             raise ValueError(f"the store gave no slot to write to: {put.status.name}")
         if not put.session.alive:
             return self._count(Miss(MissReason.LEASE_EXPIRED))
-        if runs is None:
-            runs = cpu.whole(put.length_bytes)
         checksum = cpu.save(memory, runs, put.pieces, put.seed)
         assert checksum is not None
         return checksum

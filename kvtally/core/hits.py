@@ -49,20 +49,33 @@ def longest_hit(
 
     `present[g][i]` says whether group g's object at index i is there, on every rank.
 
-    One pass down from the deepest candidate; each group's own condition is O(1) after one pass over its presence:
-    `reach[g][i]` is the lowest index from which group g is present without a gap up to and including i.
+    One pass down from the deepest candidate. Full groups only bound where it starts: they can be served up to their
+    first gap and nowhere beyond it. Of the others each condition is O(1), for sliding ones after one pass over their
+    presence: `reach[g][i]` is the lowest index from which group g is present without a gap up to and including i.
     """
     held = list(have) if have else [0] * len(groups)
-    reach = [
-        _reach(row) if spec.kind is not GroupKind.RECURRENT else [] for spec, row in zip(groups, present, strict=True)
-    ]
-    for index in range(bisect_right(ends, limit_tokens) - 1, -1, -1):
+    count = bisect_right(ends, limit_tokens)
+    others = []
+    for spec, row, have_tokens in zip(groups, present, held, strict=True):
+        if spec.kind is GroupKind.FULL:
+            count = min(count, _first_gap(row, bisect_right(ends, have_tokens)))
+        else:
+            others.append((spec, row, _reach(row) if spec.kind is GroupKind.SLIDING else [], have_tokens))
+    for index in range(count - 1, -1, -1):
         end = ends[index]
         if end % alignment_tokens:
             continue
-        if all(_servable(spec, ends, index, present[g], reach[g], held[g]) for g, spec in enumerate(groups)):
+        if all(_servable(spec, ends, index, row, reach, have_tokens) for spec, row, reach, have_tokens in others):
             return Hit(index + 1, end)
     return NO_HIT
+
+
+def _first_gap(row: Sequence[bool], start: int) -> int:
+    """The first index at or after `start` that is absent, or the end."""
+    try:
+        return row.index(False, start)
+    except ValueError:
+        return len(row)
 
 
 def needed(spec: GroupSpec, ends: Sequence[int], index: int, have_tokens: int = 0) -> range:

@@ -36,9 +36,11 @@ def fence() -> Callable[[], None]:
     return lambda: None
 
 
-def save(memory: Memory, runs: Runs, pieces: Sequence[memoryview], seed: int | None) -> int | None:
+def save(memory: Memory, runs: Runs | None, pieces: Sequence[memoryview], seed: int | None) -> int | None:
     """Write an object into its slot. The runs must make up the whole object: a slot is published as a whole."""
     source = np.frombuffer(memory, dtype=np.uint8)
+    if runs is None:
+        return _whole(source, pieces, seed, into_slot=True)
     total = sum(piece.nbytes for piece in pieces)
     _check(runs, source.size, total)
     if int(runs.lengths.sum()) != total:
@@ -53,12 +55,14 @@ def save(memory: Memory, runs: Runs, pieces: Sequence[memoryview], seed: int | N
     return state.intdigest() if state is not None else None
 
 
-def load(pieces: Sequence[memoryview], memory: Memory, runs: Runs, seed: int | None) -> int | None:
+def load(pieces: Sequence[memoryview], memory: Memory, runs: Runs | None, seed: int | None) -> int | None:
     """Bring an object, or the part of it that the runs name, into engine memory.
 
     The checksum covers the whole object: what landed is read back from the engine, what was skipped from the slot.
     """
     target = np.frombuffer(memory, dtype=np.uint8)
+    if runs is None:
+        return _whole(target, pieces, seed, into_slot=False)
     _check(runs, target.size, sum(piece.nbytes for piece in pieces))
     state = xxhash.xxh3_64(seed=seed) if seed is not None else None
     for slot, engine in _parts(target, runs, pieces):
@@ -73,10 +77,20 @@ def load(pieces: Sequence[memoryview], memory: Memory, runs: Runs, seed: int | N
     return state.intdigest() if state is not None else None
 
 
-def whole(length_bytes: int) -> Runs:
-    """The runs of an object that lies in one piece at the start of its memory."""
-    zero = np.zeros(1, dtype=np.int64)
-    return Runs(zero, zero, np.array([length_bytes], dtype=np.int64))
+def _whole(engine: Bytes, pieces: Sequence[memoryview], seed: int | None, *, into_slot: bool) -> int | None:
+    """An object at the start of its memory. Apart from the general way, because a copy of 2 MiB leaves nothing of the
+    interpreter in the cache: every Python call more costs as much as copying several KiB."""
+    state = xxhash.xxh3_64(seed=seed) if seed is not None else None
+    start = 0
+    for piece in pieces:
+        slot = np.frombuffer(piece, dtype=np.uint8)
+        own = engine[start : start + slot.size]
+        if into_slot:
+            _copy(own, slot, state)  # raises ValueError where `own` is short
+        else:
+            _copy(slot, own, state)
+        start += slot.size
+    return state.intdigest() if state is not None else None
 
 
 def size_bytes(memory: Memory) -> int:

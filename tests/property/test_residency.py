@@ -60,7 +60,7 @@ class Machine(RuleBasedStateMachine):
         if pieces is not None:
             self.residency.begin(node, bit)
             self.open.append((node, bit, pieces, length))
-        else:  # then really nothing more could go
+        elif length <= self.residency.space.capacity_bytes:  # then really nothing more could go
             assert all(self.is_stuck(key) for key, tiers in self.resident.items() if ARENA in tiers)
         self.residency.unpin(node)
 

@@ -1,0 +1,173 @@
+"""The processes of a measurement, from outside: stores and workers, started, asked, and ended whatever happens.
+
+Owns their lives and the pipes to workers. Does not know what is measured (`bench.store`) nor how (`bench.worker`).
+Every wait has a deadline. Threading: none, and nothing forks with state: each process is started anew.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+import kvtally
+from kvtally.bench.tasks import StoreState, Task
+from kvtally.bench.worker import Answer
+from kvtally.client import Miss, StoreClient
+from kvtally.errors import TransportError
+
+START_S = 60.0
+TASK_S = 300.0  # the longest task fills an index with a million objects
+STOP_S = 10.0
+
+
+class Daemon:
+    """A store in a process of its own, ready when this returns. Its log goes to a file beside its socket."""
+
+    def __init__(self, directory: Path, name: str, *, memory_bytes: int, disk: Path | None = None) -> None:
+        self.socket = str(directory / f"{name}.sock")
+        self._log = directory / f"{name}.log"
+        command = ["store", "--socket", self.socket, "--memory", str(memory_bytes)]
+        if disk is not None:
+            command += ["--disk", str(disk), "--disk-size", str(2 * memory_bytes)]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvtally", *command], cwd=directory, env=_environment(), stdout=log, stderr=log
+            )
+        self._client = StoreClient(self.socket, name="bench")
+        with ExitStack() as stack:
+            stack.callback(_end, self._process)
+            stack.callback(self._client.close)
+            self._await_ready()
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Daemon:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    @property
+    def state(self) -> StoreState:
+        stats = self._client.stats().wait()
+        if isinstance(stats, Miss):
+            raise _broken(f"a store does not answer: {stats.reason}", self._log.read_text(errors="replace"))
+        return msgspec.convert(stats.stats, StoreState)
+
+    def wait_populated(self) -> None:
+        """Wait until the arena is pre-faulted."""
+        deadline = time.monotonic() + START_S
+        while (state := self.state).server.populated_bytes < state.arena.capacity_bytes:
+            if time.monotonic() >= deadline:
+                raise _broken(f"an arena was not pre-faulted within {START_S:g} s", "")
+            time.sleep(0.02)
+
+    @property
+    def anonymous_bytes(self) -> int:
+        """Resident memory beyond the arena (which is shared memory) and the program's own files."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith("RssAnon:"))
+        return int(line.split()[1]) * 1024
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor time that the store has used so far."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime, stime: see proc(5)
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._process.kill()
+        self._process.wait(STOP_S)
+
+    def _await_ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        while isinstance(self._client.connect(timeout_s=0.2), Miss):
+            if self._process.poll() is not None or time.monotonic() >= deadline:
+                raise _broken("a store did not start", self._log.read_text(errors="replace"))
+
+
+class Worker:
+    """A measuring process. One task at a time: `send`, then `receive`."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvtally.bench.worker"],
+            env=_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stdin.close()  # it ends by itself, unless it hangs
+        _end(self._process, ask=False)
+        self._stdout.close()
+
+    def ask(self, task: Task) -> list[float]:
+        self.send(task)
+        return self.receive()
+
+    def send(self, task: Task) -> None:
+        try:
+            self._stdin.write(msgspec.json.encode(task) + b"\n")
+        except BrokenPipeError as error:
+            raise _broken("a worker ended", "") from error
+
+    def receive(self) -> list[float]:
+        deadline = time.monotonic() + TASK_S
+        poller = select.poll()
+        poller.register(self._stdout, select.POLLIN)
+        line = b""
+        while not line.endswith(b"\n"):
+            if not poller.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                raise _broken(f"a worker did not answer within {TASK_S:g} s", "")
+            part = os.read(self._stdout.fileno(), 1 << 20)
+            if not part:
+                raise _broken("a worker ended", "")
+            line += part
+        answer = msgspec.json.decode(line, type=Answer)
+        if answer.error:
+            raise TransportError(answer.error, remedy=answer.remedy)
+        return answer.numbers
+
+
+def ask_all(workers: Sequence[Worker], tasks: Sequence[Task]) -> list[list[float]]:
+    """One task each, at the same time."""
+    for worker, task in zip(workers, tasks, strict=True):
+        worker.send(task)
+    return [worker.receive() for worker in workers]
+
+
+def _environment() -> dict[str, str]:
+    """Ours without settings, which would make the measured store another one, and able to import this very package."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTALLY_")}
+    path = [str(Path(kvtally.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**environment, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def _end(process: subprocess.Popen[bytes], *, ask: bool = True) -> None:
+    if ask:
+        process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(STOP_S)
+
+
+def _broken(what: str, log: str) -> TransportError:
+    last = log.strip().splitlines()[-1:]
+    return TransportError(": ".join([what, *last]), remedy="See what it says; try again on a quieter machine.")

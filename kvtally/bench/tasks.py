@@ -1,0 +1,493 @@
+"""What a measuring process can do, task by task: each is one sample of a figure or of its limit, or prepares some.
+
+Owns what is timed and what is not; what is measured when, and against what, is `bench.store`'s. A task is small enough
+that samples of a limit and of ours can alternate, so that a noisy neighbour hits both. Every byte that was read is
+compared with what was written, outside the timed part: a fast wrong answer is an error.
+
+Neighbours: `store` (left: the plan), `worker` (the process that runs tasks), `client` (right: what is measured).
+Threading: none. One process, one core, as the limits that it is compared with.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from itertools import count
+from typing import TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtally.client import Call, Miss, StoreClient, question
+from kvtally.client import Put as WriteSlot
+from kvtally.core.keys import ROOT_CHAIN, chain_values, chunk_ends, token_bytes
+from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
+from kvtally.device import cpu
+from kvtally.errors import TransportError
+from kvtally.wire.limits import KIB, MIB, SECOND_NS
+from kvtally.wire.messages import PutObject, PutStatus
+
+CHUNK_TOKENS = 256
+PROMPT_TOKENS = 16_384
+OBJECT_BYTES = 2 * MIB
+SMALL_BYTES = 4 * KIB  # one granule: objects that only fill the index
+BATCH = 16  # objects of one put
+FILL_PROMPTS = 8  # of 256 objects each: with the batch before, as many open puts as half of what a client may have
+VOCABULARY = 150_000
+PATIENCE_S = 60.0
+WHOLE = None  # the object as one piece
+
+T = TypeVar("T")
+Tokens: TypeAlias = "array[int]"  # not subscriptable at run time before Python 3.12
+
+
+class Shape(StrEnum):
+    """The engines that are imitated."""
+
+    BULK = "bulk"  # full attention, 2 MiB for a chunk
+    DENSE = "dense"  # full attention, one granule for a chunk
+    HYBRID = "hybrid"  # full attention and three kinds of recurrent state, one granule for each
+
+
+def namespace_of(shape: Shape) -> Namespace:
+    size = OBJECT_BYTES if shape is Shape.BULK else SMALL_BYTES
+    full = GroupSpec(kind=GroupKind.FULL, block_tokens=16, page_bytes=((size // (CHUNK_TOKENS // 16),),))
+    state = GroupSpec(kind=GroupKind.RECURRENT, block_tokens=CHUNK_TOKENS, page_bytes=((size,),))
+    groups = (full, state, state, state) if shape is Shape.HYBRID else (full,)
+    return Namespace(model=f"bench {shape}", groups=groups, chunk_tokens=CHUNK_TOKENS, alignment_tokens=16)
+
+
+def prompt(seed: int, length_tokens: int = PROMPT_TOKENS) -> Tokens:
+    """The same tokens for the same seed, in every process."""
+    tokens = np.random.default_rng(seed).integers(0, VOCABULARY, length_tokens, dtype=np.uint32)
+    return array("I", tokens.tobytes())
+
+
+def objects_of(namespace: Namespace, tokens: Tokens, boundaries: int) -> list[PutObject]:
+    """All groups' objects at a prompt's first boundaries."""
+    ends = chunk_ends(len(tokens), CHUNK_TOKENS)[:boundaries]
+    found = []
+    parent = ROOT_CHAIN
+    for end, chain in zip(ends, chain_values(token_bytes(tokens), ends), strict=True):
+        for group in range(len(namespace.groups)):
+            size = namespace.object_bytes(group, 0, CHUNK_TOKENS)
+            found.append(PutObject(chain, parent, end - CHUNK_TOKENS, end, group, 0, size))
+        parent = chain
+    return found
+
+
+class Bench:
+    """What a worker keeps between tasks: its clients, and memory to copy from and to."""
+
+    def __init__(self) -> None:
+        self.clients: dict[str, tuple[StoreClient, Namespace]] = {}
+        self.source: NDArray[np.uint8] = np.zeros((0, OBJECT_BYTES), dtype=np.uint8)  # one row for each object
+        self.target = self.source
+
+    @property
+    def size_bytes(self) -> int:
+        return self.source.size
+
+    def set_prompt(self, number: int) -> Tokens:
+        """The prompt whose chunks are one set of objects: one token more, because a hit leaves one to compute."""
+        return prompt(number, len(self.source) * CHUNK_TOKENS + 1)
+
+    def blank(self) -> None:
+        """Spoil the target, so that bytes which were never copied are noticed."""
+        self.target[:, ::SMALL_BYTES] = 0
+
+    def compare(self) -> None:
+        if not np.array_equal(self.source, self.target):
+            raise _failed("the bytes that were read are not those that were written")
+
+
+class Task(msgspec.Struct, frozen=True, tag=True):
+    """One thing to do. `run` answers with seconds, unless the task says otherwise."""
+
+    def run(self, bench: Bench) -> list[float]:
+        raise NotImplementedError
+
+
+class Allocate(Task, frozen=True):
+    """Have memory for so many objects of 2 MiB, pre-faulted."""
+
+    objects: int
+
+    def run(self, bench: Bench) -> list[float]:
+        words = np.random.default_rng(1).integers(0, 1 << 63, (self.objects, OBJECT_BYTES // 8), dtype=np.uint64)
+        bench.source = words.view(np.uint8)
+        bench.target = np.ones_like(bench.source)
+        return []
+
+
+class Connect(Task, frozen=True):
+    """Be a client of a store, under a name by which tasks refer to it."""
+
+    name: str
+    socket: str
+    shape: Shape
+    prefault: bool = False  # map the whole arena into this process now, as an engine does when it starts
+
+    def run(self, bench: Bench) -> list[float]:
+        namespace = namespace_of(self.shape)
+        client = StoreClient(self.socket, namespace=namespace, name=f"bench {self.name}", timeout_s=PATIENCE_S)
+        if isinstance(client.connect(PATIENCE_S), Miss) or client.arena is None:
+            raise _failed(f"no connection to {self.socket}")
+        if self.prefault:
+            client.arena.populate(0, client.arena.size_bytes)
+        bench.clients[self.name] = client, namespace
+        return []
+
+
+class Disconnect(Task, frozen=True):
+    """Close all connections: their store is about to go."""
+
+    def run(self, bench: Bench) -> list[float]:
+        for client, _ in bench.clients.values():
+            client.close()
+        bench.clients.clear()
+        return []
+
+
+# ---- bytes
+
+
+class Stopwatch:
+    """Seconds since it was made, and those of them in which this process had a processor."""
+
+    def __init__(self) -> None:
+        self._begun, self._begun_cpu = time.perf_counter(), time.thread_time()
+
+    def read(self) -> list[float]:
+        return [time.perf_counter() - self._begun, time.thread_time() - self._begun_cpu]
+
+
+class Copy(Task, frozen=True):
+    """The limit of puts and gets: the same bytes, by one copy for each object, between two buffers of this process."""
+
+    def run(self, bench: Bench) -> list[float]:
+        watch = Stopwatch()
+        for source, target in zip(bench.source, bench.target, strict=True):
+            target[:] = source
+        return watch.read()
+
+
+class CopyWhole(Task, frozen=True):
+    """All at once. The C library then writes around the cache, which copies of the objects' size never do."""
+
+    def run(self, bench: Bench) -> list[float]:
+        watch = Stopwatch()
+        bench.target[:] = bench.source
+        return watch.read()
+
+
+class Put(Task, frozen=True):
+    """Begin, write, commit one set of objects, in batches: while one is written the store works on the next."""
+
+    client: str
+    number: int
+    checksummed: bool
+
+    def run(self, bench: Bench) -> list[float]:
+        client, namespace = bench.clients[self.client]
+        objects = objects_of(namespace, bench.set_prompt(self.number), len(bench.source))
+        watch = Stopwatch()
+        batches = [client.put_begin(objects[at : at + BATCH]) for at in range(0, len(objects), BATCH)]
+        sources = iter(bench.source)
+        ends = [client.put_end([self._write(client, put, next(sources)) for put in _answer(call)]) for call in batches]
+        for end in ends:
+            _answer(end)
+        return watch.read()
+
+    def _write(self, client: StoreClient, put: WriteSlot, source: NDArray[np.uint8]) -> tuple[WriteSlot, int]:
+        if put.status is not PutStatus.WRITE:
+            raise _failed(f"the store gave no slot: {put.status.name}")
+        if self.checksummed:
+            return put, _hit(client.write(put, source))
+        cpu.save(source, WHOLE, put.pieces, None)
+        return put, 0
+
+
+class Get(Task, frozen=True):
+    """Look up, hold, find, copy out and release one set. Before the two times of all: how long until it was staged."""
+
+    client: str
+    number: int
+    verify: bool
+
+    def run(self, bench: Bench) -> list[float]:
+        bench.blank()
+        seconds = self.read(bench)
+        bench.compare()
+        return seconds
+
+    def read(self, bench: Bench) -> list[float]:
+        client, namespace = bench.clients[self.client]
+        tokens = bench.set_prompt(self.number)
+        watch = Stopwatch()
+        lease = _answer(client.hold(question(namespace, tokens)))
+        _hit(client.wait_staged(lease, timeout_s=PATIENCE_S))
+        staged = watch.read()
+        slots = _answer(client.slots(lease))
+        for slot in slots:
+            if self.verify:
+                _hit(client.read(slot, bench.target[slot.index], verify=True))
+            else:
+                cpu.load(slot.pieces, bench.target[slot.index], WHOLE, None)
+        if not self.verify:  # they share one lease: that it still stands after the last copy holds for all
+            _hit(client.accept(slots[-1], None))
+        _answer(client.release([lease]))
+        ended = watch.read()
+        if len(slots) != len(bench.source):
+            raise _failed(f"{len(slots)} objects were held, {len(bench.source)} were saved")
+        return [staged[0], *ended]
+
+
+class Window(Task, frozen=True):
+    """Until the time is up: copy (no client), or save new sets with checksums and read each back. Bytes per second."""
+
+    start_ns: int  # of the machine's monotonic clock, so that all workers begin together
+    length_s: float
+    client: str = ""
+    first: int = 0  # number of the first set
+
+    def run(self, bench: Bench) -> list[float]:
+        while (left_ns := self.start_ns - time.monotonic_ns()) > 0:
+            time.sleep(left_ns / SECOND_NS)
+        moved_bytes = 0
+        begun = time.perf_counter()
+        for number in count(self.first):
+            seconds = time.perf_counter() - begun
+            if seconds >= self.length_s:
+                return [moved_bytes / seconds]
+            if self.client:
+                Put(self.client, number, checksummed=True).run(bench)
+                Get(self.client, number, verify=True).read(bench)
+            else:
+                Copy().run(bench)
+                Copy().run(bench)
+            moved_bytes += 2 * bench.size_bytes
+        return []
+
+
+# ---- disk
+
+
+class PutThrough(Task, frozen=True):
+    """Save a set, and wait until the lower tier has it: how long after the commit."""
+
+    client: str
+    number: int
+
+    def run(self, bench: Bench) -> list[float]:
+        client, namespace = bench.clients[self.client]
+        objects = objects_of(namespace, bench.set_prompt(self.number), len(bench.source))
+        puts = _answer(client.put_begin(objects))
+        commits = [(put, _hit(client.write(put, source))) for put, source in zip(puts, bench.source, strict=True)]
+        begun = time.perf_counter()
+        _answer(client.put_end(commits))
+        _drained(client)
+        return [time.perf_counter() - begun]
+
+
+class RawRead(Task, frozen=True):
+    """The limit of reads from disk: one `preadv` for each object of a set, into memory that is there already."""
+
+    path: str
+    offset_bytes: int
+
+    def run(self, bench: Bench) -> list[float]:
+        bench.blank()
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            begun = time.perf_counter()
+            offset = self.offset_bytes
+            for target in bench.target:
+                _whole(os.preadv(fd, [target.data], offset))
+                offset += OBJECT_BYTES
+            seconds = time.perf_counter() - begun
+        finally:
+            os.close(fd)
+        bench.compare()
+        return [seconds]
+
+
+class RawWrite(Task, frozen=True):
+    """The limit of writes to disk: one `pwritev` for each object, into a new file."""
+
+    path: str
+
+    def run(self, bench: Bench) -> list[float]:
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            begun = time.perf_counter()
+            for number, source in enumerate(bench.source):
+                _whole(os.pwritev(fd, [source.data], number * OBJECT_BYTES))
+            return [time.perf_counter() - begun]
+        finally:
+            os.close(fd)
+            os.unlink(self.path)
+
+
+# ---- lookups
+
+
+class Fill(Task, frozen=True):
+    """Have the objects of prompts `[first, first + prompts)` in the index; their slots are not written to."""
+
+    client: str
+    first: int
+    prompts: int
+    boundaries: int = PROMPT_TOKENS // CHUNK_TOKENS
+
+    def run(self, bench: Bench) -> list[float]:
+        client, namespace = bench.clients[self.client]
+        begun: Call[list[WriteSlot]] | None = None
+        for objects in self._batches(namespace):  # the store works on one batch while the next one is made
+            following = client.put_begin(objects)
+            if begun is not None:
+                _commit(client, begun)
+            begun = following
+        if begun is not None:
+            _commit(client, begun)
+        _drained(client)
+        return []
+
+    def _batches(self, namespace: Namespace) -> Iterator[list[PutObject]]:
+        last = self.first + self.prompts
+        for first in range(self.first, last, FILL_PROMPTS):
+            seeds = range(first, min(first + FILL_PROMPTS, last))
+            yield [item for seed in seeds for item in objects_of(namespace, prompt(seed), self.boundaries)]
+
+
+def _commit(client: StoreClient, begun: Call[list[WriteSlot]]) -> None:
+    """Publish slots as they are. The answer is not awaited: what went wrong is missing in the lookups."""
+    client.put_end([(put, 0) for put in _answer(begun) if put.status is PutStatus.WRITE])
+
+
+class Ping(Task, frozen=True):
+    """Empty round trips."""
+
+    client: str
+    times: int
+
+    def run(self, bench: Bench) -> list[float]:
+        client, _ = bench.clients[self.client]
+        return [_timed(lambda: _answer(client.ping())) for _ in range(self.times)]
+
+
+class Part(StrEnum):
+    """What of a lookup is timed."""
+
+    WHOLE = "whole"  # from packed tokens to the answer
+    HOLD = "hold"  # the same, and everything found is leased
+    ROUND_TRIP = "round_trip"  # from chain values to the answer
+    HASH = "hash"  # from packed tokens to chain values
+    PACK = "pack"  # from a list of integers to packed tokens
+
+
+class Look(Task, frozen=True):
+    """Look prompts up, each once. `expect_tokens` is what the store must answer."""
+
+    client: str
+    seeds: list[int]
+    expect_tokens: int
+    part: Part = Part.WHOLE
+
+    def run(self, bench: Bench) -> list[float]:
+        return [self._one(*bench.clients[self.client], prompt(seed)) for seed in self.seeds]
+
+    def _one(self, client: StoreClient, namespace: Namespace, tokens: Tokens) -> float:
+        if self.part is Part.PACK:
+            listed = tokens.tolist()
+            return _timed(lambda: token_bytes(listed))
+        begun = time.perf_counter()
+        asked = question(namespace, tokens)
+        hashed = time.perf_counter()
+        if self.part is Part.HOLD:
+            lease = _answer(client.hold(asked))
+            seconds = time.perf_counter() - begun
+            self._check(lease.end_tokens)
+            _answer(client.release([lease]))
+            return seconds
+        self._check(_answer(client.lookup(asked)).end_tokens)
+        ended = time.perf_counter()
+        if self.part is Part.HASH:
+            return hashed - begun
+        return ended - (hashed if self.part is Part.ROUND_TRIP else begun)
+
+    def _check(self, end_tokens: int) -> None:
+        if end_tokens != self.expect_tokens:
+            raise _failed(f"a lookup found {end_tokens} tokens, {self.expect_tokens} are there")
+
+
+AnyTask = (
+    Allocate | Connect | Disconnect | Copy | CopyWhole | Put | Get | Window | PutThrough | RawRead | RawWrite | Fill
+    | Ping | Look
+)  # fmt: skip
+
+
+def _answer(call: Call[T]) -> T:
+    return _hit(call.wait())
+
+
+def _hit(result: T | Miss) -> T:
+    if isinstance(result, Miss):
+        raise _failed(f"the store answered with a miss: {result.reason} {result.detail}")
+    return result
+
+
+def _drained(client: StoreClient) -> None:
+    """Wait until nothing is on its way to lower tiers. Raises if something was dropped."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        state = msgspec.convert(_answer(client.stats()).stats, StoreState)
+        if any(tier.dropped for tier in state.tiers):
+            raise _failed("the disk tier dropped objects")
+        if state.server.unwritten_jobs == 0:
+            return
+        time.sleep(0.0005)
+    raise _failed(f"the disk tier did not take all objects within {PATIENCE_S:g} s")
+
+
+class TierState(msgspec.Struct, frozen=True):
+    dropped: int = 0
+
+
+class ServerState(msgspec.Struct, frozen=True):
+    pid: int
+    populated_bytes: int
+    huge_pages: bool
+    unwritten_jobs: int
+
+
+class ArenaState(msgspec.Struct, frozen=True):
+    capacity_bytes: int
+    objects: int
+
+
+class StoreState(msgspec.Struct, frozen=True):
+    """The part of a store's stats that measurements look at."""
+
+    server: ServerState
+    arena: ArenaState
+    tiers: list[TierState] = []
+
+
+def _timed(action: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    action()
+    return time.perf_counter() - begun
+
+
+def _whole(moved_bytes: int) -> None:
+    if moved_bytes != OBJECT_BYTES:
+        raise _failed(f"the file system moved {moved_bytes} bytes instead of {OBJECT_BYTES}")
+
+
+def _failed(why: str) -> TransportError:
+    return TransportError(f"a measurement failed: {why}", remedy="Try again; if it comes back, report it.")
