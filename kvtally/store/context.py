@@ -121,12 +121,14 @@ class TierState:
         return now_ns >= self.write_paused_until_ns
 
     def read_failed(self, now_ns: int) -> None:
-        self.read_paused_until_ns = now_ns + self.read_pause_ns
-        self.read_pause_ns = min(2 * self.read_pause_ns, LONGEST_PAUSE_NS)
+        if self.readable(now_ns):  # else a job of the same incident, begun before the pause: not one more reason
+            self.read_paused_until_ns = now_ns + self.read_pause_ns
+            self.read_pause_ns = min(2 * self.read_pause_ns, LONGEST_PAUSE_NS)
 
     def write_failed(self, now_ns: int) -> None:
-        self.write_paused_until_ns = now_ns + self.write_pause_ns
-        self.write_pause_ns = min(2 * self.write_pause_ns, LONGEST_PAUSE_NS)
+        if self.writable(now_ns):
+            self.write_paused_until_ns = now_ns + self.write_pause_ns
+            self.write_pause_ns = min(2 * self.write_pause_ns, LONGEST_PAUSE_NS)
 
     def remove_failed(self, keys: Iterable[ObjectKey]) -> None:
         self.unremoved.update(dict.fromkeys(keys))

@@ -16,7 +16,6 @@ from kvtally.client import Miss
 from kvtally.core.geometry import Runs
 from kvtally.core.namespace import canonical
 from kvtally.core.receipts import Half, Receipt, Role
-from kvtally.device.cpu import whole
 from kvtally.wire.frames import encode
 from kvtally.wire.messages import (
     Done,
@@ -130,7 +129,7 @@ def test_reading_into_runs_and_writing_from_them(world: World) -> None:
     (item, data), *_ = objects(1)
     (put,) = puts_of(client)
     assert put.key.chain == item.chain
-    checksum = client.write(put, data, whole(OBJECT_BYTES))
+    checksum = client.write(put, data)
     assert isinstance(checksum, int)
     assert isinstance(client.put_end([(put, checksum)]).wait(), PutEnded)
     (slot,) = slots_of(client, held(client))
