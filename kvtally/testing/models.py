@@ -31,7 +31,7 @@ from kvtally.errors import TierError
 MAKE_S = 240.0
 VOCABULARY = 1000
 WEIGHT_STD = 0.06
-# A state decays by exp(-exp(A_log) * softplus(dt + dt_bias)) for each token: so it still knows what came a thousand ago.
+# A state decays by exp(-exp(A_log) * softplus(dt + dt_bias)) for each token: so it still knows a thousand of them.
 A_LOG = -5.0
 # Attention over random keys is nearly even: then a wrong block among many drowns. Larger queries make it choose.
 SHARPNESS = 3.0
@@ -123,7 +123,7 @@ GDN = Recipe(
     config={
         **_COMMON,
         **_ATTENTION,
-        "num_hidden_layers": 8,
+        "num_hidden_layers": 4,  # three of GDN and one of attention; with more, rounding to bfloat16 hides a lot
         "linear_key_head_dim": 64,
         "linear_value_head_dim": 64,
         "linear_num_key_heads": 4,
@@ -169,7 +169,7 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (DENSE, SLIDING,
 
 
 def tiny_models(directory: Path, wanted: Iterable[tuple[Recipe, int]]) -> list[Model]:
-    """Each recipe with its seed, from `directory` or made there now. Another seed is other weights of the same model."""
+    """Each recipe with its seed, from `directory` or made there now. Another seed makes other weights of the same."""
     models = [Model(recipe, directory / _key(recipe, seed) / recipe.name, seed) for recipe, seed in wanted]
     missing = [model for model in models if not model.path.exists()]
     if missing:

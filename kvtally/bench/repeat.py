@@ -1,0 +1,476 @@
+"""`kvtally bench repeat`: fill an engine with prompts, then repeat them; the time to the first token, wherever KV is.
+
+    engine without a connector   cold · repeat, computed again · repeat, prefix still in the engine
+    engine with kvtally          cold · repeat, from the arena · repeat, prefix still in the engine
+      … store and engine anew    repeat, from disk
+
+Each prompt goes through both engines in turn, so that a noisy neighbour hits both. Before a repeat the engine's own
+prefix cache is emptied, which is what enough other prompts would do to it. Every answer is compared with that of the
+engine without a connector, and the store's receipts say where each repeat's tokens came from.
+
+Owns the plan. Engines (`bench.repeat_engine`) and stores (`bench.processes`) are processes of their own: one engine
+computes at a time, every wait has a deadline, all of them end when this one does. `bench.repeat_report` judges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+import kvtally
+from kvtally import __version__
+from kvtally.bench.processes import Daemon
+from kvtally.bench.repeat_engine import Answer, Ask, Ready, Start
+from kvtally.bench.repeat_report import Figures, Outputs, are_equal, difference, judge, own_difference, page, view
+from kvtally.cli.render import read_stats
+from kvtally.client import Call, Miss, StoreClient
+from kvtally.core.receipts import Half, Receipt
+from kvtally.errors import ConfigError, TransportError
+from kvtally.machine import available_memory_bytes
+from kvtally.units import parse_size
+from kvtally.wire.limits import MIB
+
+START_S = 900.0  # a large model's weights take their time
+ASK_S = 300.0
+STOP_S = 30.0
+SETTLE_S = 60.0
+WARM_UP_SEEDS = (1, 2)
+FIRST_SEED = 1_000
+CHECKED_PROMPTS = 3  # of which more is compared than the first token
+CHECKED_TOKENS = 16
+LOG_LINES = 8
+
+T = TypeVar("T")
+
+
+# ---- the processes
+
+
+class Engine:
+    """An engine in a process of its own. It leads a process group, which ends when its stdin does."""
+
+    def __init__(self, python: str, start: Start, log: Path) -> None:
+        self._log = log
+        path = [str(Path(kvtally.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        settings = {name: value for name, value in os.environ.items() if not name.startswith("KVTALLY_")}
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [python, "-m", "kvtally.bench.repeat_engine"],
+                env={**settings, "PYTHONPATH": os.pathsep.join(path)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                bufsize=0,
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        is_ready = False
+        try:
+            self.ready = self._converse(start, Ready, START_S)
+            is_ready = True
+        finally:
+            if not is_ready:
+                self.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def ask(self, ask: Ask) -> Answer:
+        answer = self._converse(ask, Answer, ASK_S)
+        if answer.error:
+            raise self._broken(answer.error)
+        return answer
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or only zombies
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(STOP_S)
+        self._stdout.close()
+
+    def _converse(self, message: msgspec.Struct, reply: type[T], timeout_s: float) -> T:
+        deadline = time.monotonic() + timeout_s
+        poller = select.poll()
+        poller.register(self._stdout, select.POLLIN)
+        try:
+            self._stdin.write(msgspec.json.encode(message) + b"\n")
+        except BrokenPipeError as error:
+            raise self._broken("an engine ended") from error
+        line = b""
+        while not line.endswith(b"\n"):
+            if not poller.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                raise self._broken(f"an engine did not answer within {timeout_s:g} s")
+            part = os.read(self._stdout.fileno(), 1 << 20)
+            if not part:
+                raise self._broken("an engine ended")
+            line += part
+        return msgspec.json.decode(line, type=reply)
+
+    def _broken(self, what: str) -> TransportError:
+        last = "\n".join(self._log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:])
+        remedy = (
+            "It needs a Python with vLLM, given by --python, and a model that vLLM serves with --engine's settings."
+        )
+        return TransportError(f"{what}:\n{last}\n", remedy=remedy)
+
+
+class Ledger:
+    """The store as seen by a tool: what requests are said to have reused, and whether it has work left."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._client = StoreClient(daemon.socket, name="bench repeat")
+        self._seen = {receipt.ticket for receipt in self._last()}
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._client.close()
+
+    def next_half(self) -> Half:
+        """The account of the request that has just ended."""
+        for _ in _until(SETTLE_S, "a receipt"):
+            for receipt in self._last():
+                if receipt.ticket not in self._seen and receipt.decode is not None:
+                    self._seen.add(receipt.ticket)
+                    return receipt.decode
+        raise AssertionError  # `_until` ends with an error
+
+    def wait_saved(self) -> int:
+        """Wait until everything is saved, on disk too; the bytes saved since the start."""
+        for _ in _until(SETTLE_S, "everything to be saved"):
+            stats = read_stats(self._answer(self._client.stats()).stats)
+            is_writing = any(client.puts for client in stats.clients)
+            if not is_writing and all(tier.objects >= stats.arena.objects for tier in stats.tiers):
+                return stats.puts.bytes
+        raise AssertionError
+
+    def _last(self) -> Sequence[Receipt]:
+        return self._answer(self._client.receipts(last=4)).receipts
+
+    @staticmethod
+    def _answer(call: Call[T]) -> T:
+        result = call.wait()
+        if isinstance(result, Miss):
+            raise TransportError(f"the store does not answer: {result.reason}", remedy="Try a quieter machine.")
+        return result
+
+
+def _until(timeout_s: float, what: str) -> Iterator[None]:
+    """Turns of a wait; ends with an error when the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        yield
+        time.sleep(0.005)
+    raise TransportError(f"{what} did not come about in {timeout_s:g} s", remedy="Try again on a quieter machine.")
+
+
+# ---- the plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """What is asked of the engines."""
+
+    python: str
+    model: str
+    prompt_tokens: int
+    fills: int
+    memory_bytes: int
+    arguments: dict[str, Any]
+
+
+class Meter:
+    """The progress bar."""
+
+    def __init__(self, progress: Progress, total: float) -> None:
+        self._progress = progress
+        self._task = progress.add_task("starting", total=total)
+
+    def begin(self, name: str) -> None:
+        self._progress.update(self._task, description=name)
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)
+
+
+class Experiment:
+    """One run. `steps` is how many times it advances the meter."""
+
+    def __init__(self, scale: Scale, directory: Path, meter: Meter) -> None:
+        self._scale = scale
+        self._directory = directory
+        self._meter = meter
+        self._seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self._halves: defaultdict[str, list[Half]] = defaultdict(list)
+        self._first_tokens: defaultdict[int, Outputs] = defaultdict(Outputs)
+        self._outputs: defaultdict[int, Outputs] = defaultdict(Outputs)
+        self._seeds = range(FIRST_SEED, FIRST_SEED + scale.fills)
+        self._checked = self._seeds[:CHECKED_PROMPTS]
+        self._hit_tokens: list[int] = []
+        self._saved_bytes = 0
+        self._ready = Ready(engine="", model="")
+
+    @staticmethod
+    def steps(fills: int) -> int:
+        return 3 + 3 * fills
+
+    def run(self) -> Figures:
+        with (
+            self._daemon("first") as daemon,
+            Ledger(daemon) as ledger,
+            self._engine("plain", "") as plain,
+            self._engine("kvtally", daemon.socket) as ours,
+        ):
+            self._ready = ours.ready
+            self._warm_up(plain, ours, ledger)
+            self._fill(plain, ours, ledger)
+            self._repeat(plain, ours, ledger)
+            ledger.wait_saved()
+        _drop_pages(self._directory / "disk")
+        with (
+            self._daemon("second") as daemon,
+            Ledger(daemon) as ledger,
+            self._engine("restarted", daemon.socket) as ours,
+        ):
+            self._repeat_from_disk(ours, ledger)
+        return self._figures()
+
+    @contextlib.contextmanager
+    def _daemon(self, name: str) -> Iterator[Daemon]:
+        disk = self._directory / "disk"
+        with Daemon(self._directory, name, memory_bytes=self._scale.memory_bytes, disk=disk) as daemon:
+            daemon.wait_populated()  # or the store would do it while something is timed
+            yield daemon
+
+    def _engine(self, name: str, store: str) -> Engine:
+        self._meter.begin(f"starting an engine ({name})")
+        start = Start(
+            model=self._scale.model,
+            scratch=str(self._directory / "models"),
+            store=store,
+            prompt_tokens=self._scale.prompt_tokens,
+            arguments=self._scale.arguments,
+        )
+        engine = Engine(self._scale.python, start, self._directory / f"{name}.log")
+        self._meter.advance()
+        return engine
+
+    def _warm_up(self, plain: Engine, ours: Engine, ledger: Ledger) -> None:
+        """Every way once that will be timed: what is slow only the first time is nobody's figure."""
+        for seed in WARM_UP_SEEDS:
+            for forget in (False, True, False):
+                plain.ask(self._ask(seed, forget=forget))
+                ours.ask(self._ask(seed, forget=forget))
+                ledger.next_half()
+                ledger.wait_saved()
+
+    def _fill(self, plain: Engine, ours: Engine, ledger: Ledger) -> None:
+        self._meter.begin("filling")
+        before_bytes = ledger.wait_saved()
+        for number, seed in enumerate(self._seeds):
+            for is_ours in _in_turn(number):
+                if is_ours:
+                    self._take("cold", ours, seed, ledger)
+                    self._saved_bytes = ledger.wait_saved() - before_bytes  # before the other engine is timed
+                else:
+                    self._take("cold_no_connector", plain, seed)
+            self._meter.advance()
+
+    def _repeat(self, plain: Engine, ours: Engine, ledger: Ledger) -> None:
+        self._meter.begin("repeating")
+        for number, seed in enumerate(self._seeds):
+            for is_ours in _in_turn(number):
+                if is_ours:
+                    self._take("repeat_arena", ours, seed, ledger, forget=True)
+                    self._take("gpu_hit_with_connector", ours, seed, ledger)
+                    if seed in self._checked:
+                        self._outputs[seed].restored.append(self._check(ours, seed, ledger))
+                    ledger.wait_saved()
+                else:
+                    self._take("no_connector_repeat", plain, seed, forget=True)
+                    self._hit_tokens.append(self._take("gpu_hit", plain, seed).cached_tokens)
+                    if seed in self._checked:
+                        own_hit, computed = self._check(plain, seed), self._check(plain, seed, forget=True)
+                        self._outputs[seed].references += [computed, own_hit]
+            self._meter.advance()
+
+    def _repeat_from_disk(self, ours: Engine, ledger: Ledger) -> None:
+        self._meter.begin("repeating from disk")
+        for seed in WARM_UP_SEEDS:
+            ours.ask(self._ask(seed))
+            ledger.next_half()
+        for seed in self._seeds:
+            self._take("repeat_disk", ours, seed, ledger)
+            if seed in self._checked:
+                self._outputs[seed].restored.append(self._check(ours, seed, ledger))
+            self._meter.advance()
+
+    def _ask(self, seed: int, *, forget: bool = False, answer_tokens: int = 1) -> Ask:
+        return Ask(seed=seed, tokens=self._scale.prompt_tokens, answer_tokens=answer_tokens, forget=forget)
+
+    def _take(
+        self, arm: str, engine: Engine, seed: int, ledger: Ledger | None = None, *, forget: bool = False
+    ) -> Answer:
+        answer = engine.ask(self._ask(seed, forget=forget))
+        self._seconds[arm].append(answer.seconds)
+        first = self._first_tokens[seed]
+        (first.references if ledger is None else first.restored).append(answer)
+        if ledger is not None:
+            self._halves[arm].append(ledger.next_half())
+        return answer
+
+    def _check(self, engine: Engine, seed: int, ledger: Ledger | None = None, *, forget: bool = False) -> Answer:
+        """More tokens than one, untimed: with kvtally they come from blocks that were restored just before."""
+        answer = engine.ask(self._ask(seed, forget=forget, answer_tokens=CHECKED_TOKENS))
+        if ledger is not None:
+            ledger.next_half()
+        return answer
+
+    def _figures(self) -> Figures:
+        median = {arm: statistics.median(seconds) for arm, seconds in self._seconds.items()}
+        outputs = [*self._first_tokens.values(), *self._outputs.values()]
+        arena = view(self._halves["repeat_arena"])
+        figures = Figures(
+            version=__version__,
+            engine=self._ready.engine,
+            model=self._scale.model or f"tiny {Path(self._ready.model).name}",
+            fills=self._scale.fills,
+            prompt_tokens=self._scale.prompt_tokens,
+            reused_tokens=arena.tokens_host + arena.tokens_disk + arena.tokens_gpu,
+            gpu_hit_tokens=min(self._hit_tokens),
+            cold_s=median["cold"],
+            cold_no_connector_s=median["cold_no_connector"],
+            repeat_arena_s=median["repeat_arena"],
+            repeat_disk_s=median["repeat_disk"],
+            gpu_hit_s=median["gpu_hit"],
+            gpu_hit_with_connector_s=median["gpu_hit_with_connector"],
+            no_connector_repeat_s=median["no_connector_repeat"],
+            repeat_over_gpu_hit=median["repeat_arena"] / median["gpu_hit"],
+            cold_over_no_connector=median["cold"] / median["cold_no_connector"],
+            no_connector_over_repeat=median["no_connector_repeat"] / median["repeat_arena"],
+            outputs_equal=are_equal(outputs),
+            logprob_difference=max(map(difference, outputs)),
+            logprob_difference_own=max(map(own_difference, outputs)),
+            saved_bytes=self._saved_bytes // self._scale.fills,
+            receipts={"arena": arena, "disk": view(self._halves["repeat_disk"])},
+            samples=dict(self._seconds),
+        )
+        figures.targets = judge(figures)
+        return figures
+
+
+def _in_turn(number: int) -> tuple[bool, bool]:
+    """Which engine comes first, ours or the other: each as often, so that being second is nobody's burden."""
+    return (True, False) if number % 2 else (False, True)
+
+
+def _drop_pages(directory: Path) -> None:
+    """So that what comes from disk comes from the disk."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # dirty pages stay
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+# ---- the command
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code says whether it could be measured and outputs were equal, not whether targets were met."""
+    options = _parser().parse_args(arguments)
+    scale = _scale(options)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
+    begun, load = time.monotonic(), os.getloadavg()[0]
+    console = Console(stderr=True, highlight=False)
+    bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True)
+    with tempfile.TemporaryDirectory(prefix="kvtally-") as directory, bar:
+        meter = Meter(bar, Experiment.steps(scale.fills))
+        figures = Experiment(scale, Path(directory), meter).run()
+    figures.cpus, figures.load_at_start = len(os.sched_getaffinity(0)), load
+    figures.elapsed_s = time.monotonic() - begun
+    if options.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(figures), indent=2).decode() + "\n")
+    else:
+        Console(highlight=False).print(page(figures))
+    return 0 if figures.outputs_equal else 1
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvtally bench repeat",
+        description="Fill vLLM with prompts, repeat them, and time the first token: cold, from the arena, from disk, "
+        "from the engine's own prefix cache, and without a connector.",
+    )
+    parser.add_argument("--model", metavar="DIR", default="", help="model to serve (default: a tiny hybrid, made now)")
+    parser.add_argument("--prompt-tokens", metavar="N", type=int, default=2000, help="length of a prompt (2000)")
+    parser.add_argument("--fills", metavar="N", type=int, default=10, help="how many prompts (10)")
+    parser.add_argument(
+        "--python", metavar="PYTHON", default=sys.executable, help="the Python that has vLLM (default: this one)"
+    )
+    parser.add_argument(
+        "--engine", metavar="JSON", default="{}", help='more arguments for vllm.LLM, like {"block_size": 256}'
+    )
+    parser.add_argument("--memory", metavar="SIZE", help="arena of the store (default: 1GiB, or more for --model)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+    return parser
+
+
+def _scale(options: argparse.Namespace) -> Scale:
+    if options.prompt_tokens < 2 or options.fills < 1:
+        raise ConfigError("there must be a prompt, of two tokens or more", remedy="Give --fills 1 and more.")
+    try:
+        memory_bytes = parse_size(options.memory) if options.memory else _default_memory_bytes(options.model)
+    except ValueError as error:
+        raise ConfigError(f"--memory: {error}", remedy="Write it like 2GiB.", code="KV-102") from error
+    try:
+        arguments = msgspec.json.decode(options.engine, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--engine: {error}", remedy="Write it like '{\"block_size\": 256}'.") from error
+    return Scale(
+        python=options.python,
+        model=options.model,
+        prompt_tokens=options.prompt_tokens,
+        fills=options.fills,
+        memory_bytes=memory_bytes,
+        arguments=arguments,
+    )
+
+
+def _default_memory_bytes(model: str) -> int:
+    return max(1024 * MIB, available_memory_bytes() // 4) if model else 1024 * MIB
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

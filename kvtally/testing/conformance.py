@@ -1,0 +1,479 @@
+"""Judge a vLLM KV connector: does a request that reuses KV get the answer it would have got without?
+
+    reference     no connector, nothing reused: what every output is compared with
+    baseline      no connector, vLLM's own prefix cache: how far reuse as such may move a logprob, how much it reuses
+    cold          connector, the engine's own cache reset before every request: what is reused was saved a moment ago
+    warm          the same again: everything is in the store
+    new engine    the engine restarted; its own cache grows beside the store's, so hits are mixed
+    new store     engine and store restarted: from the store's disk
+
+Each arm runs its requests one at a time, then eight others at once. An output conforms if its tokens are those of the
+reference and their logprobs are within the tolerance: 1e-3, or the baseline's own deviation if that is larger. The one
+exception is a tie: two tokens so close that within the tolerance either may win.
+
+A verdict counts only if the test can fail. So the model must notice one changed token; vLLM must say that tokens came
+from the connector, and the store must agree; and with one restored block of each kind zeroed, the outputs must differ.
+
+Nothing here knows kvtally's own connector: `ConnectorUnderTest` is all there is to say about one. Neighbours:
+`testing.models`, `testing.engines`. No threads. `python -m kvtally.testing.conformance` runs it from the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvtally.core.namespace import GroupKind
+from kvtally.errors import TransportError
+from kvtally.testing.engines import Engine, Output, Prompt, Runs
+from kvtally.testing.models import RECIPES, VOCABULARY, Model, Recipe, tiny_models
+
+TOLERANCE = 1e-3
+CHANGED_AT = 3  # the token that is changed to see whether the model notices
+SHUFFLES = 6
+MOST_DEATHS = 6  # of engines, before a trial is given up
+EXTERNAL = "vllm:external_prefix_cache_hits"
+
+Counters = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorUnderTest:
+    """A connector and its backing store. The caller starts and stops the store; the harness only restarts it.
+
+    `counters`: what the store has counted, with at least "saved" and "loaded" (of whatever unit). `restart`: stop the
+    store once all is on disk and start it from there. `hit_share`: of the tokens that vLLM's own prefix cache reuses,
+    how many the connector must reuse. `engine`: arguments of `vllm.LLM` it cannot do without.
+    """
+
+    name: str
+    kv_transfer_config: Mapping[str, Any]
+    chunk_tokens: int = 256
+    counters: Callable[[], Counters] | None = None
+    restart: Callable[[], None] | None = None
+    hit_share: float = 0.0
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+# ---- requests
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    tokens: list[int]
+    max_tokens: int = 8
+
+    def prompt(self, salt: str = "") -> Prompt:
+        return Prompt(self.tokens, self.max_tokens, salt)
+
+
+def cases(recipe: Recipe, chunk: int, draw: random.Random) -> list[Case]:
+    """Prompts of every awkward length, and prompts that part from another inside a chunk and at a boundary."""
+    block = recipe.block_tokens
+    long = _tokens(draw, 5 * chunk + 37)
+    return [
+        Case("1", _tokens(draw, 1)),
+        Case("30", _tokens(draw, 30)),
+        Case("block - 1", _tokens(draw, block - 1)),
+        Case("block", _tokens(draw, block)),
+        Case("block + 1", _tokens(draw, block + 1)),
+        Case("long", long),
+        Case("parts inside", long[: 2 * chunk + chunk // 2 + 5] + _tokens(draw, chunk)),
+        Case("parts at boundary", long[: 3 * chunk] + _tokens(draw, chunk + 11)),
+        Case("turn 1", _tokens(draw, chunk + 3 * block // 4), max_tokens=min(block, 64) + 12),
+    ]
+
+
+def next_turn(first: Case, answer: Sequence[int], draw: random.Random) -> Case:
+    return Case("turn 2", [*first.tokens, *answer, *_tokens(draw, 60)])
+
+
+def crowd(recipe: Recipe, chunk: int, draw: random.Random) -> list[Case]:
+    """Eight requests for one moment; four share a beginning."""
+    long = _tokens(draw, 4 * chunk + 50)
+    return [
+        Case("30", _tokens(draw, 30)),
+        Case("block + 1", _tokens(draw, recipe.block_tokens + 1)),
+        Case("long", long),
+        Case("parts inside", long[: chunk + chunk // 2 - 3] + _tokens(draw, chunk)),
+        Case("parts at boundary", long[: 2 * chunk] + _tokens(draw, 90)),
+        Case("shorter", long[: 3 * chunk + 1]),
+        Case("two chunks", _tokens(draw, 2 * chunk)),
+        Case("two chunks + 5", _tokens(draw, 2 * chunk + 5)),
+    ]
+
+
+def _tokens(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(VOCABULARY - 2) for _ in range(count)]
+
+
+# ---- comparison
+
+DIED = Output([], [], [], 0)  # in place of an output
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`problem` is empty if the output conforms."""
+
+    compared_tokens: int
+    deviation: float
+    is_tie: bool = False
+    problem: str = ""
+
+
+def compare(reference: Output, output: Output, tolerance: float) -> Comparison:
+    """Token by token, up to the first that differs."""
+    if output is DIED:
+        return Comparison(0, 0.0, problem="the engine died of this request")
+    deviation = 0.0
+    for index, (wanted, got) in enumerate(zip(reference.tokens, output.tokens, strict=True)):
+        deviation = max(deviation, abs(reference.logprobs[index] - output.logprobs[index]))
+        if deviation > tolerance:
+            problem = f"token {index}: the logprob is off by {deviation:.2g}, allowed are {tolerance:.2g}"
+            return Comparison(index, deviation, problem=problem)
+        if wanted != got:
+            is_tie = reference.margins[index] <= 2 * tolerance  # both may have moved
+            return Comparison(index, deviation, is_tie, "" if is_tie else f"token {index} is {got}, not {wanted}")
+    return Comparison(len(output.tokens), deviation)
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """Requests that run in one way (alone, or together), with what they are measured by."""
+
+    name: str
+    cases: list[Case]
+    reference: list[Output]
+    baseline_cached: list[int]
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One arm in one mode. `external_tokens`: vLLM's own count of tokens that came through the connector."""
+
+    arm: str
+    mode: str
+    outputs: list[Output]
+    comparisons: list[Comparison]
+    external_tokens: int
+    store: dict[str, float]  # by how much the store's counters moved
+    problems: list[str]
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(output.cached_tokens for output in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Something was spoilt on purpose. `problem` says if that went unnoticed."""
+
+    name: str
+    deviation: float
+    problem: str
+
+
+@dataclass(slots=True)
+class Report:
+    connector: str
+    model: str
+    modes: list[Mode] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+    controls: list[Control] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)  # engines that ended, arms that could not be run
+
+    @property
+    def problems(self) -> list[str]:
+        found = [f"{result.arm}, {result.mode}: {text}" for result in self.results for text in result.problems]
+        found += [f"{control.name}: {control.problem}" for control in self.controls if control.problem]
+        return found + self.errors
+
+    def result(self, arm: str, mode: str) -> Result:
+        return next(result for result in self.results if (result.arm, result.mode) == (arm, mode))
+
+    def table(self) -> str:
+        """For people."""
+        lines = [f"{self.connector} with {self.model}: {'CONFORMS' if not self.problems else 'DOES NOT CONFORM'}"]
+        tolerances = ", ".join(f"{mode.name} {mode.tolerance:.2g}" for mode in self.modes)
+        lines += [f"tolerance of a logprob: {tolerances}", ""]
+        row = "{:<12} {:<9} {:>8} {:>10} {:>5} {:>10} {:>8} {:>9}  {}".format
+        lines.append(row("arm", "mode", "requests", "tokens =", "ties", "deviation", "cached", "external", "verdict"))
+        for result in self.results:
+            done = result.comparisons
+            tokens, ties = sum(one.compared_tokens for one in done), sum(one.is_tie for one in done)
+            deviation = f"{max((one.deviation for one in done), default=0.0):.1e}"
+            verdict = "ok" if not result.problems else f"{len(result.problems)} problems"
+            numbers = (len(done), tokens, ties, deviation, result.cached_tokens, result.external_tokens)
+            lines.append(row(result.arm, result.mode, *numbers, verdict))
+        for control in self.controls:
+            verdict = "unnoticed" if control.problem else "noticed"
+            lines.append(f"control: {control.name}: {verdict}, deviation {control.deviation:.1e}")
+        return "\n".join([*lines, *(f"- {problem}" for problem in self.problems)])
+
+
+# ---- the run
+
+
+def judge(
+    connector: ConnectorUnderTest,
+    model: Model,
+    directory: Path,
+    *,
+    restarted: Callable[..., Runs] = Engine,
+) -> Report:
+    """Put a connector through every arm with one model. Engines log into `directory`; one lives at a time.
+
+    `restarted` makes the engine of the arm "new engine": `Server`, or an `Engine` of several processes; the other arms'
+    keep scheduler and worker in one.
+    """
+    return _Trial(connector, model, directory, restarted).run()
+
+
+class _Seat:
+    """Where an engine sits. One that dies of a request is replaced, so that the other requests are judged as well."""
+
+    def __init__(self, start: Callable[[], Runs], died: Callable[[TransportError], None]) -> None:
+        self._start, self._died = start, died
+        self.engine = start()
+        self._external_tokens = 0  # counted by those that died
+
+    def generate(self, cases: Sequence[Case]) -> list[Output]:
+        before = self.external_tokens
+        try:
+            return self.engine.generate([case.prompt() for case in cases])
+        except TransportError as error:
+            self._died(error)
+            self._external_tokens = before
+            self.engine.close()
+            self.engine = self._start()
+            self.engine.wait_ready()
+            return [DIED] * len(cases)
+
+    @property
+    def external_tokens(self) -> int:
+        """vLLM's own count of tokens that came through the connector."""
+        return self._external_tokens + int(self.engine.counters().get(EXTERNAL, 0))
+
+
+class _Trial:
+    def __init__(
+        self,
+        connector: ConnectorUnderTest,
+        model: Model,
+        directory: Path,
+        restarted: Callable[..., Runs],
+    ) -> None:
+        self._connector, self._model, self._directory, self._restarted = connector, model, directory, restarted
+        self._draw = random.Random(f"{model.recipe.name} {model.seed}")
+        self._deaths = 0
+        self.report = Report(connector.name, model.recipe.name)
+
+    def run(self) -> Report:
+        with self._engine("reference", connected=False) as seat:
+            self._measure(seat)
+        if len(self.report.modes) < 2:
+            return self.report
+        with self._engine("cold and warm") as seat:
+            self._arm("cold", seat, resets=True)
+            self._arm("warm", seat, resets=True)
+        with self._engine("new engine", make=self._restarted) as seat:
+            self._arm("new engine", seat, resets=False)
+        if self._connector.restart is not None:
+            self._connector.restart()
+        with self._engine("new store") as seat:
+            if self._connector.restart is not None:
+                self._arm("new store", seat, resets=True)
+            assert isinstance(seat.engine, Engine)
+            for kind in seat.engine.kinds:  # last: what a spoilt request saves is spoilt
+                self._control(seat.engine, kind)
+        return self.report
+
+    @contextmanager
+    def _engine(self, name: str, *, connected: bool = True, make: Callable[..., Runs] = Engine) -> Iterator[_Seat]:
+        """A seat with an engine that is ready. An engine that cannot go on is a finding; then the next arm begins."""
+        arguments: dict[str, Any] = {**self._model.settings, **self._connector.engine}
+        if connected:
+            arguments["kv_transfer_config"] = dict(self._connector.kv_transfer_config)
+        log = self._directory / f"{self._model.recipe.name} {name}.log"
+        start = partial(make, arguments, log, environment=self._connector.environment)
+        seat = _Seat(start, partial(self._died, name))
+        try:
+            seat.engine.wait_ready()
+            yield seat
+        except TransportError as error:
+            self.report.errors.append(f"{name}: {_brief(error)}")
+        finally:
+            seat.engine.close()
+
+    def _died(self, name: str, error: TransportError) -> None:
+        self._deaths += 1
+        self.report.errors.append(f"{name}: {_brief(error)}")
+        if self._deaths > MOST_DEATHS:
+            raise error
+
+    def _measure(self, seat: _Seat) -> None:
+        """Reference and baseline, from one engine: with a salt of its own, a request reuses nothing."""
+        engine = seat.engine
+        chunk = self._connector.chunk_tokens
+        alone = cases(self._model.recipe, chunk, self._draw)
+        reference = self._unshared(engine, alone)
+        alone.append(next_turn(alone[-1], reference[-1].tokens, self._draw))
+        reference += self._unshared(engine, alone[-1:])
+        self._add_mode("alone", seat, alone, reference)
+        together = crowd(self._model.recipe, chunk, self._draw)
+        reference = engine.generate([case.prompt(f"{case.name} together") for case in together])
+        self._add_mode("together", seat, together, reference)
+        self._check_sensitivity(engine)
+
+    @staticmethod
+    def _unshared(engine: Runs, asked: Sequence[Case]) -> list[Output]:
+        return [engine.generate([case.prompt(salt=case.name)])[0] for case in asked]
+
+    def _add_mode(self, name: str, seat: _Seat, asked: list[Case], reference: list[Output]) -> None:
+        if any(output.cached_tokens for output in reference):
+            self.report.errors.append(f"reference, {name}: vLLM reused something; it is no reference")
+        seat.engine.reset()
+        passes = [_generate(seat, name, asked, resets=False) for _ in range(2)]
+        cached = [output.cached_tokens for output in passes[1]]
+        if name == "together":
+            passes += [self._shuffled(seat, asked) for _ in range(SHUFFLES)]
+        deviations = [
+            compare(wanted, got, float("inf")).deviation
+            for outputs in passes
+            for wanted, got in zip(reference, outputs, strict=True)
+        ]
+        floor = max([TOLERANCE, *(mode.tolerance for mode in self.report.modes)])
+        self.report.modes.append(Mode(name, asked, reference, cached, max(floor, *deviations)))
+
+    def _shuffled(self, seat: _Seat, asked: list[Case]) -> list[Output]:
+        """The requests in another order, some of them a little later: what else is in a batch moves logprobs, too."""
+        order = self._draw.sample(range(len(asked)), len(asked))
+        cut = self._draw.randrange(1, len(asked))
+        outputs = [*seat.generate([asked[i] for i in order[:cut]]), *seat.generate([asked[i] for i in order[cut:]])]
+        return [outputs[order.index(i)] for i in range(len(asked))]
+
+    def _check_sensitivity(self, engine: Runs) -> None:
+        alone = self.report.modes[0]
+        for case, reference in zip(alone.cases, alone.reference, strict=True):
+            if case.name not in ("30", "long"):
+                continue
+            tokens = list(case.tokens)
+            tokens[CHANGED_AT] = (tokens[CHANGED_AT] + 1) % (VOCABULARY - 2)
+            changed = engine.generate([Prompt(tokens, case.max_tokens, salt=f"{case.name} changed")])[0]
+            self._expect_change(f"token {CHANGED_AT} of {case.name!r} changed", reference, changed)
+
+    def _arm(self, arm: str, seat: _Seat, *, resets: bool) -> None:
+        for mode in self.report.modes:
+            tokens_before, store_before = seat.external_tokens, self._store_counters()
+            if mode.name == "together":
+                seat.engine.reset()
+            outputs = _generate(seat, mode.name, mode.cases, resets=resets)
+            tokens_after, store_after = seat.external_tokens, self._store_counters()
+            result = Result(
+                arm=arm,
+                mode=mode.name,
+                outputs=outputs,
+                comparisons=[compare(*pair, mode.tolerance) for pair in zip(mode.reference, outputs, strict=True)],
+                external_tokens=tokens_after - tokens_before,
+                store={name: store_after[name] - store_before.get(name, 0) for name in store_after},
+                problems=[],
+            )
+            result.problems.extend(self._problems(result, mode))
+            self.report.results.append(result)
+
+    def _problems(self, result: Result, mode: Mode) -> Iterator[str]:
+        for case, comparison in zip(mode.cases, result.comparisons, strict=True):
+            if comparison.problem:
+                yield f"{case.name!r}: {comparison.problem}"
+        if result.arm == "cold":
+            if result.store and not result.store["saved"] > 0:
+                yield "the store says that nothing was saved"
+            if self._connector.hit_share and mode.name == "alone" and not result.external_tokens:
+                yield "nothing was reused of prompts with the same beginning, nor of the turn before"
+            return
+        if not result.external_tokens:
+            yield "vLLM says that nothing came from the connector: this arm proves nothing"
+        if result.store and not result.store["loaded"] > 0:
+            yield "the store says that nothing was loaded"
+        for case, output, most in zip(mode.cases, result.outputs, mode.baseline_cached, strict=True):
+            if output.cached_tokens < most * self._connector.hit_share:
+                yield f"{case.name!r}: {output.cached_tokens} tokens reused; vLLM's own prefix cache reuses {most}"
+
+    def _store_counters(self) -> Counters:
+        return dict(self._connector.counters()) if self._connector.counters is not None else {}
+
+    def _control(self, engine: Engine, kind: GroupKind) -> None:
+        """Zero one restored block of this kind: the output must differ. Without that, it must be right again."""
+        alone = self.report.modes[0]
+        index = next(index for index, case in enumerate(alone.cases) if case.name == "long")
+        prompt, reference = alone.cases[index].prompt(), alone.reference[index]
+        engine.reset()
+        engine.sabotage(kind)
+        spoilt = engine.generate([prompt])[0]
+        count = engine.sabotage(None)
+        name = f"one restored block zeroed, {kind} group"
+        if not count:
+            self.report.controls.append(Control(name, 0.0, "no block was restored that could be zeroed"))
+            return
+        self._expect_change(name, reference, spoilt)
+        engine.reset()
+        healthy = compare(reference, engine.generate([prompt])[0], alone.tolerance)
+        if healthy.problem:
+            self.report.errors.append(f"after the control of the {kind} group: {healthy.problem}")
+
+    def _expect_change(self, name: str, reference: Output, output: Output) -> None:
+        noticed = compare(reference, output, self.report.modes[0].tolerance)
+        problem = "" if noticed.problem else "the output did not change: the test is blind"
+        self.report.controls.append(Control(name, compare(reference, output, float("inf")).deviation, problem))
+
+
+def _generate(seat: _Seat, mode: str, asked: Sequence[Case], *, resets: bool) -> list[Output]:
+    if mode == "together":
+        return seat.generate(asked)
+    outputs = []
+    for case in asked:
+        if resets:
+            seat.engine.reset()
+        outputs += seat.generate([case])
+    return outputs
+
+
+def _brief(error: TransportError) -> str:
+    """The first line, and the last that names an exception."""
+    first, *rest = error.message.splitlines()
+    last = [line for line in rest if "Error" in line]
+    return f"{first}: {last[-1].strip()}" if last else first
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvtally.testing.conformance", description="Judge a KV connector.")
+    parser.add_argument("model", choices=list(RECIPES))
+    parser.add_argument("kv_transfer_config", help="as vLLM takes it, in JSON")
+    parser.add_argument("--engine", default="{}", help="more arguments of vllm.LLM, in JSON")
+    parser.add_argument("--directory", type=Path, required=True, help="for models and logs")
+    options = parser.parse_args(arguments)
+    options.directory.mkdir(parents=True, exist_ok=True)
+    config: dict[str, Any] = msgspec.json.decode(options.kv_transfer_config)
+    engine: dict[str, Any] = msgspec.json.decode(options.engine)
+    connector = ConnectorUnderTest(name=config["kv_connector"], kv_transfer_config=config, engine=engine)
+    [model] = tiny_models(options.directory / "models", [(RECIPES[options.model], 0)])
+    report = judge(connector, model, options.directory)
+    sys.stdout.write(report.table() + "\n")
+    return 1 if report.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,379 @@
+"""Real vLLM engines for tests: each in a process of its own, told what to do line by line, ended whatever happens.
+
+    test ──commands, one JSON line each──▶ stdin   ┌ runner: python -m kvtally.testing.runner ┐
+         ◀──replies──────────────────────  stdout  └ vllm.LLM, its connector, its log file     ┘
+
+`Engine` is `vllm.LLM`, with scheduler and worker in the runner's own process or in processes of theirs. `Server` is
+vLLM's OpenAI server behind the same methods. Both give tokens, their logprobs and vLLM's own count of cached tokens.
+
+No process outlives the test: a runner leads a process group and watches its stdin; when that ends, because it was
+closed or because the test's process is gone, the group shuts down, and is killed if it takes too long. Every wait has a
+deadline. Threading: none here; the runner has one thread, which watches stdin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+import kvtally
+from kvtally.core.namespace import GroupKind
+from kvtally.errors import TransportError
+
+START_S = 300.0
+CALL_S = 240.0
+GRACE_S = 20.0
+STOP_S = GRACE_S + 10.0
+
+# One thread, no core of its own, nothing from the network, one GiB of KV cache.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # lets a test reset a server's prefix cache
+}
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A request. Only requests with the same salt may reuse one another's KV."""
+
+    tokens: list[int]
+    max_tokens: int = 8
+    salt: str = ""
+
+
+class Output(msgspec.Struct, frozen=True):
+    """What became of a request. `margins`: by how much each token's logprob leads the runner-up's."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    margins: list[float]
+    cached_tokens: int
+
+
+class Settings(msgspec.Struct, frozen=True, tag="start"):
+    """How to start an engine: arguments of `vllm.LLM`, among them `kv_transfer_config`."""
+
+    arguments: dict[str, Any]
+
+
+class Generate(msgspec.Struct, frozen=True, tag="generate"):
+    """Run these requests at once."""
+
+    prompts: list[Prompt]
+
+
+class Reset(msgspec.Struct, frozen=True, tag="reset"):
+    """Forget the engine's own prefix cache."""
+
+
+class GetCounters(msgspec.Struct, frozen=True, tag="counters"):
+    """vLLM's counters."""
+
+
+class Sabotage(msgspec.Struct, frozen=True, tag="sabotage"):
+    """From now on zero one block of a group of this kind after each load; None ends it. In-process engines only."""
+
+    kind: GroupKind | None
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """What was asked for. `kinds`: of KV-cache groups, if the engine is in-process. `count`: blocks sabotaged."""
+
+    outputs: list[Output] = []
+    counters: dict[str, float] = {}
+    kinds: list[GroupKind] = []
+    count: int = 0
+    error: str = ""
+
+
+Command = Settings | Generate | Reset | GetCounters | Sabotage
+
+
+class Runs(Protocol):
+    """What `Engine` and `Server` have in common. Every method blocks, at most for its deadline."""
+
+    def wait_ready(self) -> None: ...
+    def generate(self, prompts: Sequence[Prompt]) -> list[Output]: ...
+    def reset(self) -> None: ...
+    def counters(self) -> dict[str, float]: ...
+    def close(self) -> None: ...
+
+
+class Engine:
+    """`vllm.LLM` in a runner. Starting takes half a minute and begins here; `wait_ready` waits for it."""
+
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        log: Path,
+        *,
+        in_process: bool = True,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        multiprocessing = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
+        self._group = ProcessGroup(["engine"], log, {**multiprocessing, **(environment or {})})
+        self._unread = b""
+        self.kinds: list[GroupKind] = []  # of KV-cache groups, once an in-process engine is ready
+        defaults = {"skip_tokenizer_init": True, "disable_log_stats": False, "enable_prefix_caching": True}
+        self.send(Settings({**defaults, **arguments}))
+
+    def __enter__(self) -> Engine:
+        self.wait_ready()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        return self._group.pid
+
+    def wait_ready(self) -> None:
+        self.kinds = self.receive(START_S).kinds
+
+    def generate(self, prompts: Sequence[Prompt]) -> list[Output]:
+        return self._ask(Generate(list(prompts))).outputs
+
+    def reset(self) -> None:
+        self._ask(Reset())
+
+    def counters(self) -> dict[str, float]:
+        return self._ask(GetCounters()).counters
+
+    def sabotage(self, kind: GroupKind | None) -> int:
+        """See `Sabotage`; how many blocks the one that ends now has hit."""
+        return self._ask(Sabotage(kind)).count
+
+    def close(self) -> None:
+        """Shut down in order: what was to be saved is saved."""
+        self._group.close()
+
+    def kill(self) -> None:
+        """kill -9, of all its processes."""
+        self._group.kill()
+
+    def _ask(self, command: Command) -> Done:
+        self.send(command)
+        return self.receive(CALL_S)
+
+    def send(self, command: Command) -> None:
+        """For tests that do something while the engine works; `receive` gets the reply."""
+        try:
+            self._group.stdin.write(msgspec.json.encode(command) + b"\n")
+        except BrokenPipeError as error:
+            raise self._group.broken("the engine ended") from error
+
+    def receive(self, timeout_s: float = CALL_S) -> Done:
+        line = self._line(timeout_s)
+        reply = msgspec.json.decode(line, type=Done)
+        if reply.error:
+            raise self._group.broken(reply.error)
+        return reply
+
+    def _line(self, timeout_s: float) -> bytes:
+        deadline = time.monotonic() + timeout_s
+        poller = select.poll()
+        poller.register(self._group.stdout, select.POLLIN)
+        while b"\n" not in self._unread:
+            if not poller.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                raise self._group.broken(f"the engine did not answer within {timeout_s:g} s")
+            part = os.read(self._group.stdout.fileno(), 1 << 20)
+            if not part:
+                raise self._group.broken("the engine ended")
+            self._unread += part
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+
+class Server:
+    """vLLM's OpenAI server on a free port of the loopback interface."""
+
+    def __init__(
+        self, arguments: Mapping[str, Any], log: Path, *, environment: Mapping[str, str] | None = None
+    ) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = int(probe.getsockname()[1])
+        flags = {"host": "127.0.0.1", "port": self.port, "served_model_name": "tiny", **arguments}
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_flags(flags)]
+        command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--return-tokens-as-token-ids"]
+        self._group = ProcessGroup(["guard", *command], log, environment or {})
+
+    def __enter__(self) -> Server:
+        self.wait_ready()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        while not self._is_healthy():
+            if not self._group.is_alive:
+                raise self._group.broken("the server ended")
+            if time.monotonic() >= deadline:
+                raise self._group.broken(f"the server was not ready within {START_S:g} s")
+            time.sleep(0.2)
+
+    def generate(self, prompts: Sequence[Prompt]) -> list[Output]:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(self._complete, prompts))
+
+    def reset(self) -> None:
+        deadline = time.monotonic() + CALL_S
+        while True:  # it refuses while blocks are in use, and a connector may hold some until they are saved
+            try:
+                self.call("/reset_prefix_cache", {})
+                return
+            except TransportError:
+                if time.monotonic() >= deadline or not self._group.is_alive:
+                    raise
+            time.sleep(0.05)
+
+    def counters(self) -> dict[str, float]:
+        from prometheus_client.parser import text_string_to_metric_families
+
+        families = text_string_to_metric_families(self.call("/metrics").decode())
+        samples = ((sample.name, sample.labels, sample.value) for family in families for sample in family.samples)
+        return sums((name.removesuffix("_total"), labels, value) for name, labels, value in samples)
+
+    def close(self) -> None:
+        self._group.close()
+
+    def kill(self) -> None:
+        self._group.kill()
+
+    def call(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """GET, or POST of a body."""
+        content = msgspec.json.encode(body) if body is not None else None
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", content, {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=CALL_S) as response:
+                answer: bytes = response.read()
+                return answer
+        except OSError as error:
+            raise self._group.broken(f"{path}: {error}") from error
+
+    def _is_healthy(self) -> bool:
+        try:
+            self.call("/health")
+        except TransportError:
+            return False
+        return True
+
+    def _complete(self, prompt: Prompt) -> Output:
+        body = {
+            "model": "tiny",
+            "prompt": prompt.tokens,
+            "max_tokens": prompt.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 2,
+            **({"cache_salt": prompt.salt} if prompt.salt else {}),
+        }
+        answer = msgspec.json.decode(self.call("/v1/completions", body))
+        logprobs = answer["choices"][0]["logprobs"]
+        details = answer["usage"].get("prompt_tokens_details") or {}
+        return Output(
+            tokens=[int(token.removeprefix("token_id:")) for token in logprobs["tokens"]],
+            logprobs=logprobs["token_logprobs"],
+            margins=[margin(top.values()) for top in logprobs["top_logprobs"]],
+            cached_tokens=details.get("cached_tokens") or 0,
+        )
+
+
+class ProcessGroup:
+    """A runner and all its processes. Its log is a file, whose end is in every error.
+
+    `grace_s`: what a shutdown may take before all are killed.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], log: Path, environment: Mapping[str, str], *, grace_s: float = GRACE_S
+    ) -> None:
+        self._log = log
+        package = str(Path(kvtally.__file__).parents[1])
+        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvtally.testing.runner", str(grace_s), *arguments],
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                bufsize=0,
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self.stdin, self.stdout = self._process.stdin, self._process.stdout
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        self.kill()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or only zombies
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(STOP_S)
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        self.stdout.close()
+
+    def broken(self, what: str) -> TransportError:
+        last = "\n".join(self._log.read_text(errors="replace").strip().splitlines()[-15:])
+        return TransportError(f"{what}\n{last}\n", remedy=f"The engine's log is {self._log}.")
+
+
+def _flags(arguments: Mapping[str, Any]) -> list[str]:
+    flags = []
+    for name, value in arguments.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            flags += [flag] if value else []
+        else:
+            flags += [flag, str(value) if isinstance(value, str | int | float) else msgspec.json.encode(value).decode()]
+    return flags
+
+
+def margin(top: Any) -> float:
+    first, second = sorted(top, reverse=True)[:2]
+    return float(first - second)
+
+
+def sums(samples: Any) -> dict[str, float]:
+    """vLLM's counters by name, summed over engines; labels such as a source of tokens stand behind the name."""
+    sums: dict[str, float] = {}
+    for name, labels, value in samples:
+        if name.startswith("vllm:") and not name.endswith(("_info", "_created", "_bucket")):
+            key = "/".join([name, *(labels[key] for key in sorted(labels) if key not in ("model_name", "engine"))])
+            sums[key] = sums.get(key, 0.0) + value
+    return sums

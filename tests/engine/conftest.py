@@ -1,0 +1,40 @@
+"""Tests with real vLLM. One engine lives at a time: starting one takes a quarter of a minute of processor time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from kvtally.testing.models import Model, Recipe, tiny_models
+from tests.engine.store import StoreProcess
+
+
+@pytest.fixture(scope="session")
+def tiny_model(request: pytest.FixtureRequest) -> Callable[[Recipe, int], Model]:
+    """Makes a model, or finds it where an earlier run has left it."""
+    if find_spec("vllm") is None:
+        pytest.skip("needs vLLM")
+    directory = request.config.cache.mkdir("tiny-models")
+
+    def make(recipe: Recipe, seed: int) -> Model:
+        [model] = tiny_models(directory, [(recipe, seed)])
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def store_in() -> Iterator[Callable[[Path], StoreProcess]]:
+    """Starts stores in directories; they are stopped in the end."""
+    stores: list[StoreProcess] = []
+
+    def start(directory: Path) -> StoreProcess:
+        stores.append(StoreProcess(directory))
+        return stores[-1]
+
+    yield start
+    for store in stores:
+        store.stop()

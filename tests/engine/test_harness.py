@@ -1,0 +1,168 @@
+"""The harness itself, without vLLM: what it takes for equal, what it asks, and that its processes end."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtally.errors import TransportError
+from kvtally.testing.conformance import Case, Comparison, Control, Report, Result, cases, compare, crowd, next_turn
+from kvtally.testing.engines import Engine, Output, ProcessGroup, sums
+from kvtally.testing.models import RECIPES, Recipe
+
+DEADLINE_S = 20.0
+REFERENCE = Output(tokens=[1, 2, 3], logprobs=[-1.0, -2.0, -3.0], margins=[0.5, 0.001, 0.5], cached_tokens=0)
+
+
+def output(tokens: list[int], logprobs: list[float]) -> Output:
+    return Output(tokens=tokens, logprobs=logprobs, margins=[0.5] * len(tokens), cached_tokens=0)
+
+
+def test_equal_outputs_conform() -> None:
+    assert compare(REFERENCE, REFERENCE, 0.001) == Comparison(3, 0.0)
+    close = compare(REFERENCE, output([1, 2, 3], [-1.0, -2.0005, -3.0]), 0.001)
+    assert not close.problem
+    assert close.deviation == pytest.approx(0.0005)
+
+
+def test_another_logprob_or_token_does_not_conform() -> None:
+    assert "logprob is off by 0.01" in compare(REFERENCE, output([1, 2, 3], [-1.0, -2.01, -3.0]), 0.001).problem
+    assert compare(REFERENCE, output([1, 2, 4], [-1.0, -2.0, -3.0]), 0.001).problem == "token 2 is 4, not 3"
+
+
+def test_a_tie_may_be_broken_either_way_and_ends_the_comparison() -> None:
+    tie = compare(REFERENCE, output([1, 9, 7], [-1.0, -2.0005, -9.0]), 0.001)
+    assert (tie.is_tie, tie.problem, tie.compared_tokens) == (True, "", 1)
+    assert compare(REFERENCE, output([1, 9, 7], [-1.0, -2.0005, -9.0]), 0.0004).problem  # no tie at this tolerance
+    assert compare(REFERENCE, output([1, 9, 7], [-1.0, -2.5, -9.0]), 0.001).problem  # nor with such a logprob
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
+def test_every_awkward_length_is_asked(recipe: Recipe) -> None:
+    block, chunk, draw = recipe.block_tokens, 256, random.Random(0)
+    asked = {case.name: case for case in cases(recipe, chunk, draw)}
+    lengths = {len(case.tokens) for case in asked.values()}
+    assert lengths >= {1, 30, block - 1, block, block + 1}
+    assert len(asked["long"].tokens) > 5 * chunk > 2 * recipe.window_tokens
+    assert shared(asked["long"], asked["parts at boundary"]) % chunk == 0
+    assert shared(asked["long"], asked["parts inside"]) % block > 0
+    answer = [7] * asked["turn 1"].max_tokens
+    turn = next_turn(asked["turn 1"], answer, draw)
+    assert turn.tokens[: len(asked["turn 1"].tokens) + len(answer)] == asked["turn 1"].tokens + answer
+    at_once = crowd(recipe, chunk, draw)
+    assert len(at_once) == 8
+    assert not {tuple(case.tokens[:8]) for case in at_once} & {tuple(case.tokens[:8]) for case in asked.values()}
+
+
+def shared(one: Case, other: Case) -> int:
+    return next(i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)) if a != b)
+
+
+def test_the_report_says_what_is_wrong() -> None:
+    result = Result(
+        arm="warm",
+        mode="alone",
+        outputs=[REFERENCE],
+        comparisons=[Comparison(1, 0.5, problem="token 1 is 9, not 2")],
+        external_tokens=0,
+        store={},
+        problems=["'30': token 1 is 9, not 2"],
+    )
+    report = Report("Some", "dense", results=[result], controls=[Control("spoilt", 0.0, "unseen")], errors=["died"])
+    assert report.problems == ["warm, alone: '30': token 1 is 9, not 2", "spoilt: unseen", "died"]
+    assert "DOES NOT CONFORM" in report.table()
+    assert report.result("warm", "alone") is result
+    assert "CONFORMS" in Report("Some", "dense").table()
+
+
+def test_counters_are_summed_over_engines_and_kept_apart_by_other_labels() -> None:
+    samples = [
+        ("vllm:tokens", {"engine": "0", "model_name": "m", "source": "disk"}, 1.0),
+        ("vllm:tokens", {"engine": "1", "model_name": "m", "source": "disk"}, 2.0),
+        ("vllm:tokens", {"engine": "0", "source": "host"}, 5.0),
+        ("vllm:cache_config_info", {"engine": "0"}, 1.0),
+        ("python_gc", {}, 1.0),
+    ]
+    assert sums(samples) == {"vllm:tokens/disk": 3.0, "vllm:tokens/host": 5.0}
+
+
+# A process that starts another and ignores SIGTERM, as a server does that hangs while it shuts down.
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", "MARK"])
+print("ready", file=sys.stderr, flush=True)
+time.sleep(1000)
+"""
+# A test process that has such an engine, and hangs.
+PARENT = """
+import sys, time
+from pathlib import Path
+from kvtally.testing import engines
+group = engines.ProcessGroup(["guard", sys.executable, "-c", sys.argv[1]], Path(sys.argv[2]), {}, grace_s=0.5)
+time.sleep(1000)
+"""
+
+
+def processes(mark: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if mark in path.read_text():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue  # it ended while we looked
+    return found
+
+
+def wait_for(count: int, mark: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while len(processes(mark)) != count:
+        assert time.monotonic() < deadline, processes(mark)
+        time.sleep(0.05)
+
+
+def test_no_engine_outlives_its_test(tmp_path: Path) -> None:
+    """Not even if the test's process is killed and the engine does not listen."""
+    mark = f"mark-{tmp_path}"
+    source = STUBBORN.replace("MARK", mark)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, source, str(tmp_path / "log")], env=environment)
+    try:
+        wait_for(4, mark)  # the parent, the runner, the stubborn one and its child
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait(DEADLINE_S)
+    wait_for(0, mark)
+
+
+def test_a_group_that_listens_ends_in_order(tmp_path: Path) -> None:
+    script = "import time\ntry:\n    time.sleep(1000)\nfinally:\n    print('in order', flush=True)"
+    obedient = (
+        f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit()); print('up', flush=True)\n{script}"
+    )
+    log = tmp_path / "log"
+    group = ProcessGroup(["guard", sys.executable, "-c", obedient], log, {})
+    deadline = time.monotonic() + DEADLINE_S
+    while "up" not in log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    group.close()
+    assert log.read_text().splitlines() == ["up", "in order"]
+
+
+@pytest.mark.engine
+def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
+    engine = Engine({"model": str(tmp_path / "nowhere")}, tmp_path / "log")
+    try:
+        with pytest.raises(TransportError, match="the engine ended"):
+            engine.wait_ready()
+    finally:
+        engine.close()
