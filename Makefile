@@ -16,7 +16,7 @@ ENGINE_STAMP := $(VENV)/.stamp-engine-$(KEY)
 PYTEST := $(BIN)/python -m pytest -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo bench clean key
+.PHONY: help setup check test conformance demo bench clean key
 
 help: ## print this
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 15
@@ -43,7 +43,10 @@ check: $(STAMP) ## lint, format, types and fast tests; under 2 minutes
 
 test: check setup ## check, then the slow tests, then those in real vLLM engines
 	$(PYTEST) -m "slow and not engine" -o faulthandler_timeout=900
-	$(PYTEST) -m engine -o faulthandler_timeout=900
+	$(PYTEST) -m engine -o faulthandler_timeout=900 tests/engine/test_connector.py tests/unit/test_vllm_stats.py
+
+conformance: setup ## the connector through every arm of the harness, four models; half an hour
+	$(PYTEST) -m engine -o faulthandler_timeout=1800 tests/engine
 
 demo: $(STAMP) ## see it work: save, kill, restart, restore, corrupt, miss
 	$(BIN)/kvtally demo

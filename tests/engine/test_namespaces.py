@@ -1,4 +1,4 @@
-"""Bytes of one engine are never another's, if anything differs that decides them: weights, dtype, block size."""
+"""Bytes are never reused where anything differs that decides them: weights, dtype, block size; nor across tenants."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ def test_nothing_foreign_is_reused(
 ) -> None:
     store = store_in(tmp_path)
     config = {"kv_transfer_config": dict(store.connector().kv_transfer_config)}
-    prompt, unshared = Prompt(TOKENS), Prompt(TOKENS, salt="mine")
+    prompt, unshared = Prompt(TOKENS), Prompt(TOKENS, salt="another tenant's")
     with Engine({**tiny_model(DENSE, 0).settings, **config}, tmp_path / "first.log") as engine:
         engine.generate([prompt])
         engine.reset()
         assert engine.generate([prompt])[0].cached_tokens > 0  # it is there for those it is for
+        engine.reset()
+        assert engine.generate([unshared])[0].cached_tokens == 0  # not for another tenant
     for name, (seed, settings) in FOREIGN.items():
         arguments = {**tiny_model(DENSE, seed).settings, **settings, **config}
         with Engine(arguments, tmp_path / f"{name}.log") as engine:

@@ -10,7 +10,7 @@ import pytest
 
 from kvtally.testing.sim import run
 
-FAST_SEEDS = 300
+FAST_SEEDS = 150
 ALL_SEEDS = 10_000
 # What must have happened often enough in a batch for its success to mean anything.
 COVERED = ("verified", "staged", "rejected", "kill_store", "crash_client", "stop_client", "drop_connection")
@@ -26,7 +26,7 @@ def batch(seeds: range) -> Counter[str]:
 
 def test_some_hundred_lives() -> None:
     seen = batch(range(FAST_SEEDS))
-    assert all(seen[event] >= 20 for event in COVERED), dict(seen)
+    assert all(seen[event] >= 10 for event in COVERED), dict(seen)
 
 
 @pytest.mark.slow
