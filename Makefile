@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -q
 .PHONY: help setup check test conformance demo bench clean key
 
 help: ## print this
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 15
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: $(ENGINE_STAMP) ## make the virtual environment in .venv; .venv/bin/kvtally then works
 
