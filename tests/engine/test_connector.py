@@ -1,5 +1,5 @@
 """The connector in a real vLLM engine (CPU), briefly: restored KV gives the output that vLLM's own prefix cache gives,
-a spoilt block of any kind is noticed, and what was saved outlives engine and store. `test_conformance` is the long form.
+a spoilt block of any kind is noticed, and what was saved outlives engine and store. `test_conformance` is longer.
 """
 
 from __future__ import annotations
