@@ -244,6 +244,9 @@ class Node:
             outcome = Outcome(code=error.code)
             if isinstance(job, WriteJob):
                 self.durable.pop(job.record.key, None)
+            elif isinstance(job, RemoveJob):  # some of its records may have been written before it failed
+                for key in job.keys:
+                    self.durable.pop(key, None)
         if outcome.code:
             self.seen[outcome.code] += 1
         self.store.job_done(job, outcome, self.now_ns)

@@ -11,7 +11,7 @@ import pytest
 from kvtally.testing.sim import run
 
 FAST_SEEDS = 150
-ALL_SEEDS = 10_000
+ALL_SEEDS = int(os.environ.get("KVTALLY_SIM_SEEDS", "2500"))
 # What must have happened often enough in a batch for its success to mean anything.
 COVERED = ("verified", "staged", "rejected", "kill_store", "crash_client", "stop_client", "drop_connection")
 ALSO_COVERED = ("KV-401", "KV-601", "KV-602", "scribble", "bad", "flip_disk", "fail_disk", "staging_failed")
@@ -30,11 +30,11 @@ def test_some_hundred_lives() -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_lives() -> None:
+def test_thousands_of_lives() -> None:
     step = 100
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         seen = sum(pool.map(batch, [range(at, at + step) for at in range(0, ALL_SEEDS, step)]), Counter[str]())
-    assert all(seen[event] >= 100 for event in COVERED + ALSO_COVERED), dict(seen)
+    assert all(seen[event] >= ALL_SEEDS // 125 for event in COVERED + ALSO_COVERED), dict(seen)
     print(f"{ALL_SEEDS} lives: {dict(seen)}")
 
 

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from queue import Empty, Queue
 
 import msgspec
@@ -19,7 +18,6 @@ from kvtally.store.arena import Arena
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, RemoveJob, WriteJob
 from kvtally.store.mover import Batch, Mover
 from kvtally.store.tiers.base import ObjectRecord
-from kvtally.store.tiers.files import open_disk
 from kvtally.testing.tiers import MemoryTier, sample_record
 from kvtally.wire.limits import MIB
 
@@ -252,40 +250,3 @@ def test_stop_drops_what_is_queued_and_reports_a_hung_device(arena: Arena) -> No
     release.set()
     assert mover.stop(10)
     assert len(tier.inner.objects) == 1
-
-
-@pytest.mark.slow
-def test_verified_reads_reach_most_of_a_plain_preadv(tmp_path: Path) -> None:
-    """64 objects of 2 MiB from a warm page cache, against one thread that only reads them. The best rounds of a few
-    seconds count, because other processes share the cores."""
-    count, length = 64, 2 * MIB
-    arena = Arena(count * length)
-    arena.populate()
-    assert arena.wait_populated(30)
-    tier, loop = open_disk(tmp_path, count * length), Loop()
-    jobs = []
-    for number in range(count):
-        data = os.urandom(length)
-        record = sample_record(number, data)
-        tier.write(record, [memoryview(data)])
-        jobs.append(ReadJob(id=number, tier=TIER, record=record, pieces=(Piece(number * length, length),)))
-    mover = Mover([tier], arena)
-    mover.start(post=loop.posted.put, deliver=loop.batches.append)
-    fd = os.open(tmp_path / "data", os.O_RDONLY)
-    plain_s: list[float] = []
-    moved_s: list[float] = []
-    deadline = time.monotonic() + 10
-    while not moved_s or min(plain_s) / min(moved_s) < 0.8:
-        assert time.monotonic() < deadline, f"at best {min(plain_s) / min(moved_s):.2f} of a plain read"
-        begun = time.perf_counter()
-        for job in jobs:
-            assert os.preadv(fd, arena.views(job.pieces), job.pieces[0].offset) == length
-        plain_s.append(time.perf_counter() - begun)
-        begun = time.perf_counter()
-        mover.submit(jobs)
-        assert {outcome.code for outcome in loop.outcomes(count).values()} == {""}
-        moved_s.append(time.perf_counter() - begun)
-    assert mover.stop(10)
-    os.close(fd)
-    tier.close()
-    arena.close()
