@@ -26,7 +26,6 @@ from kvtally.client import Call, Miss, StoreClient, question
 from kvtally.client import Put as WriteSlot
 from kvtally.core.keys import ROOT_CHAIN, chain_values, chunk_ends, token_bytes
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
-from kvtally.device import cpu
 from kvtally.errors import TransportError
 from kvtally.wire.limits import KIB, MIB, SECOND_NS
 from kvtally.wire.messages import PutObject, PutStatus
@@ -35,11 +34,11 @@ CHUNK_TOKENS = 256
 PROMPT_TOKENS = 16_384
 OBJECT_BYTES = 2 * MIB
 SMALL_BYTES = 4 * KIB  # one granule: objects that only fill the index
-BATCH = 16  # objects of one put
+FIRST_BATCH = 4  # objects of a set's first put
+COMMIT = 20  # objects that are committed together
 FILL_PROMPTS = 8  # of 256 objects each: with the batch before, as many open puts as half of what a client may have
 VOCABULARY = 150_000
 PATIENCE_S = 60.0
-WHOLE = None  # the object as one piece
 
 T = TypeVar("T")
 Tokens: TypeAlias = "array[int]"  # not subscriptable at run time before Python 3.12
@@ -196,20 +195,34 @@ class Put(Task, frozen=True):
         client, namespace = bench.clients[self.client]
         objects = objects_of(namespace, bench.set_prompt(self.number), len(bench.source))
         watch = Stopwatch()
-        batches = [client.put_begin(objects[at : at + BATCH]) for at in range(0, len(objects), BATCH)]
-        sources = iter(bench.source)
-        ends = [client.put_end([self._write(client, put, next(sources)) for put in _answer(call)]) for call in batches]
+        # A short batch first, and commits now and then: the store leases and publishes while others are written.
+        batches = [client.put_begin(objects[:FIRST_BATCH]), client.put_begin(objects[FIRST_BATCH:])]
+        ends = []
+        done = 0
+        for call in batches:
+            puts = _answer(call)
+            for at in range(0, len(puts), COMMIT):
+                part = puts[at : at + COMMIT]
+                ends.append(client.put_end(self._write(client, part, bench.source[done : done + len(part)])))
+                done += len(part)
         for end in ends:
             _answer(end)
         return watch.read()
 
-    def _write(self, client: StoreClient, put: WriteSlot, source: NDArray[np.uint8]) -> tuple[WriteSlot, int]:
-        if put.status is not PutStatus.WRITE:
-            raise _failed(f"the store gave no slot: {put.status.name}")
+    def _write(
+        self, client: StoreClient, puts: list[WriteSlot], sources: NDArray[np.uint8]
+    ) -> list[tuple[WriteSlot, int]]:
+        if any(put.status is not PutStatus.WRITE for put in puts):
+            raise _failed(f"the store gave no slot: {[put.status.name for put in puts]}")
         if self.checksummed:
-            return put, _hit(client.write(put, source))
-        cpu.save(source, WHOLE, put.pieces, None)
-        return put, 0
+            return [(put, _hit(client.write(put, source))) for put, source in zip(puts, sources, strict=True)]
+        slots = [[np.frombuffer(piece, dtype=np.uint8) for piece in put.pieces] for put in puts]
+        for pieces, source in zip(slots, sources, strict=True):
+            start = 0
+            for piece in pieces:
+                piece[:] = source[start : start + piece.size]
+                start += piece.size
+        return [(put, 0) for put in puts]
 
 
 class Get(Task, frozen=True):
@@ -233,14 +246,19 @@ class Get(Task, frozen=True):
         _hit(client.wait_staged(lease, timeout_s=PATIENCE_S))
         staged = watch.read()
         slots = _answer(client.slots(lease))
-        for slot in slots:
-            if self.verify:
+        if self.verify:
+            for slot in slots:
                 _hit(client.read(slot, bench.target[slot.index], verify=True))
-            else:
-                cpu.load(slot.pieces, bench.target[slot.index], WHOLE, None)
-        if not self.verify:  # they share one lease: that it still stands after the last copy holds for all
+        else:
+            sources = [[np.frombuffer(piece, dtype=np.uint8) for piece in slot.pieces] for slot in slots]
+            for slot, pieces in zip(slots, sources, strict=True):
+                target, start = bench.target[slot.index], 0
+                for piece in pieces:
+                    target[start : start + piece.size] = piece
+                    start += piece.size
+            # They share one lease: that it still stands after the last copy holds for all.
             _hit(client.accept(slots[-1], None))
-        _answer(client.release([lease]))
+        client.release([lease])  # as an engine does: nobody waits for the answer
         ended = watch.read()
         if len(slots) != len(bench.source):
             raise _failed(f"{len(slots)} objects were held, {len(bench.source)} were saved")

@@ -16,6 +16,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
+from operator import ge
 from typing import NamedTuple
 
 from blake3 import blake3
@@ -63,13 +64,16 @@ def chain_values(
     `extras[i]` is what else decides the bytes between `ends[i-1]` and `ends[i]` (see `chunk_extra`). Raises ValueError
     where `ends` do not ascend or reach beyond the tokens: the name of a prefix that is not there must not exist.
     """
+    starts = (start, *ends)
+    if start < 0 or any(map(ge, starts, ends)) or starts[-1] * TOKEN_BYTES > len(tokens):
+        raise ValueError(f"no tokens up to {list(ends)} from {start} among {len(tokens) // TOKEN_BYTES}")
     values = []
-    for index, end in enumerate(ends):
-        chunk = tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
-        if not chunk or len(chunk) != (end - start) * TOKEN_BYTES:
-            raise ValueError(f"no tokens [{start}, {end}) among {len(tokens) // TOKEN_BYTES}")
-        extra = extras.get(index, b"") if extras else b""
-        previous = chain_value(previous, chunk, extra)
+    pack = _U32.pack
+    for index, end in enumerate(ends):  # `chain_value`, written out: a prompt has hundreds of chunks
+        message = previous + pack(end - start) + tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
+        if extras:
+            message += extras.get(index, b"")
+        previous = blake3(message).digest()
         values.append(previous)
         start = end
     return values

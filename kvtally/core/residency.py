@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 
 from kvtally.core.eviction import TailFirst
 from kvtally.core.keys import ROOT_CHAIN, ObjectKey
@@ -210,6 +211,15 @@ class Residency:
             if not self.evict(ARENA):
                 return None
 
+    def allocate_all(self, lengths_bytes: Sequence[int]) -> list[tuple[Piece, ...] | None]:
+        """Arena pieces for several objects: one after the other from one hole if one is large enough."""
+        sizes = list(map(round_up, lengths_bytes))
+        start = self.space.run(sum(sizes)) if len(sizes) > 1 else None
+        if start is None:
+            return [self.allocate(length) for length in lengths_bytes]
+        starts = accumulate(sizes, initial=start)
+        return [(Piece(at, length),) for at, length in zip(starts, lengths_bytes, strict=False)]
+
     def begin(self, node: Node, bit: int) -> None:
         """A writer has a slot for this object."""
         node.pending |= 1 << bit
@@ -304,10 +314,12 @@ class Residency:
             found.append(mask & full)
         return found
 
-    def presence(self, family: Family, masks: Sequence[int]) -> list[list[bool]]:
+    def presence(self, family: Family, masks: Sequence[int]) -> Sequence[Sequence[bool]]:
         """Rows of `hits.longest_hit`: for each group, at each boundary, whether it is there on every rank."""
+        if not masks:
+            return [()] * len(family.group_masks)
         by_mask = {mask: [mask & wanted == wanted for wanted in family.group_masks] for mask in set(masks)}
-        return [[by_mask[mask][group] for mask in masks] for group in range(len(family.group_masks))]
+        return list(zip(*[by_mask[mask] for mask in masks], strict=True))
 
     # ---- inside
 

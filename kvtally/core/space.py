@@ -45,10 +45,10 @@ class Space:
     def allocate(self, length_bytes: int) -> tuple[Piece, ...] | None:
         """Pieces for an object (the last one cut to its length), or None, with nothing changed, if it does not fit."""
         size = round_up(length_bytes)
-        if size > self.free_bytes or size <= 0:
-            return None
-        start = self._hole_of(size)
-        runs = [(start, size)] if start is not None else self._gather(size)
+        start = self.run(size)
+        if start is not None:
+            return (Piece(start, length_bytes),)
+        runs = self._gather(size) if 0 < size <= self.free_bytes else None
         if runs is None:
             return None
         for offset, length in runs:
@@ -56,6 +56,13 @@ class Space:
         last_offset, last_length = runs[-1]
         runs[-1] = (last_offset, last_length - (size - length_bytes))
         return tuple(Piece(offset, length) for offset, length in runs)
+
+    def run(self, size_bytes: int) -> int | None:
+        """Whole granules in one piece: where they begin, or None, with nothing changed, if no hole is that long."""
+        start = self._hole_of(size_bytes) if 0 < size_bytes <= self.free_bytes else None
+        if start is not None:
+            self._take(start, size_bytes)
+        return start
 
     def free(self, pieces: tuple[Piece, ...]) -> None:
         """Give an object's pieces back."""
@@ -85,9 +92,10 @@ class Space:
     def _hole_of(self, size: int) -> int | None:
         """A hole that holds `size` whole: one of its own class that is long enough, else any of a higher class."""
         own = size_class(size)
-        for start in self._newest(own, 8):  # exact fits are common: one model's objects have one size
-            if self._starts[start] >= size:
-                return start
+        if self._mask >> own & 1:
+            for start in self._newest(own, 8):  # exact fits are common: one model's objects have one size
+                if self._starts[start] >= size:
+                    return start
         higher = self._mask >> (own + 1)
         if not higher:
             return None
@@ -121,9 +129,22 @@ class Space:
         return found
 
     def _take(self, start: int, length: int) -> None:
-        hole = self._remove(start)
-        if hole > length:
-            self._add(start + length, hole - length)
+        """Cut `length` off the front of a hole: `_remove` and `_add` in one, because every put comes this way."""
+        hole = self._starts.pop(start)
+        self.free_bytes -= length
+        index, end, rest = size_class(hole), start + hole, hole - length
+        holes = self._classes[index]
+        del holes[start]
+        if rest:
+            self._starts[end - rest] = rest
+            self._ends[end] = end - rest
+            left = size_class(rest)
+            self._classes.setdefault(left, {})[end - rest] = None
+            self._mask |= 1 << left
+        else:
+            del self._ends[end]
+        if not holes:
+            self._mask &= ~(1 << index)
 
     def _add(self, start: int, length: int) -> None:
         self._starts[start] = length

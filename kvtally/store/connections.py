@@ -35,9 +35,6 @@ logger = logging.getLogger("kvtally.store")
 HELLO_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 1.0  # for a refused peer to read why
 UNGREETED_LIMIT = 64  # connections of one transport that have not said hello: strangers must not crowd out clients
-_REQUESTS_PER_FLUSH = (
-    16  # bounds the replies that one burst of small requests can pile up before the limit is looked at
-)
 _TIMER_SLACK_S = 0.001  # loops round timers to milliseconds; one that fires early would only have to be set again
 
 
@@ -61,7 +58,7 @@ class Hub:
 
     def received(self, connection: Connection, requests: Sequence[Request]) -> None:
         now_ns = time.monotonic_ns()
-        for number, request in enumerate(requests, 1):
+        for request in requests:
             if connection.session is None:
                 self._admit(connection, request, now_ns)
             if connection.is_ended or connection.session is None:
@@ -70,9 +67,7 @@ class Hub:
                 connection.send(encode(Stats(request.id, self.stats())))
             else:
                 self.store.handle(connection.session, request, now_ns)
-            if number % _REQUESTS_PER_FLUSH == 0:
-                self.flush()
-        self.flush()
+            self.flush()  # after each: whoever asked for little does not wait for what was asked next
 
     def lost(self, connection: Connection) -> None:
         """The socket is closed. What the client might still be writing to waits for its liveness pipe."""

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from operator import lt
 
 from kvtally.core.hits import Hit, longest_hit, needed
 from kvtally.core.keys import CHAIN_BYTES, ObjectKey
@@ -48,7 +48,7 @@ class View:
     """What a lookup sees."""
 
     path: list[Node | None]
-    rows: list[list[bool]]
+    rows: Sequence[Sequence[bool]]
     hit: Hit
     hopeful: Hit  # the hit if every pending object were committed
 
@@ -96,7 +96,7 @@ class Reads:
         masks = self._residency.masks(family, path, self._context.readable_tiers(now_ns))
         rows = self._residency.presence(family, masks)
         hit = hopeful = self._hit(family, request, rows)
-        if any(node is not None and node.pending for node in path):
+        if any(node.pending for node in path if node is not None):
             hoped = [mask | (node.pending if node is not None else 0) for mask, node in zip(masks, path, strict=True)]
             hopeful = self._hit(family, request, self._residency.presence(family, hoped))
         return View(path, rows, hit, hopeful)
@@ -108,7 +108,7 @@ class Reads:
         return [node if node is not None and node.end == end else None for node, end in known]
 
     @staticmethod
-    def _hit(family: Family, request: Lookup, rows: list[list[bool]]) -> Hit:
+    def _hit(family: Family, request: Lookup, rows: Sequence[Sequence[bool]]) -> Hit:
         return longest_hit(
             family.namespace.groups,
             request.ends,
@@ -157,8 +157,9 @@ class Reads:
 
     def _reason(self, family: Family, request: Lookup, view: View) -> str:
         """Why the hit is not longer: the nearest cause, in the one list of reasons."""
-        allowed = [end for end in request.ends if end <= request.limit_tokens and end % request.alignment_tokens == 0]
-        if not allowed or view.hit.end_tokens == allowed[-1]:
+        limit, step = request.limit_tokens, request.alignment_tokens
+        last = next((end for end in reversed(request.ends) if end <= limit and end % step == 0), 0)
+        if view.hit.end_tokens == last:
             return ""
         if view.hopeful.end_tokens > view.hit.end_tokens:
             return MissReason.PENDING
@@ -183,7 +184,7 @@ class Reads:
                 f"{len(ends)} boundaries in one lookup, at most {self._context.limits.chains_per_lookup} are allowed"
             )
             return "KV-302", message, "Ask for a shorter prefix."
-        rising = all(before < after for before, after in pairwise(ends))
+        rising = all(map(lt, ends, ends[1:]))
         if (
             len(request.chains) != CHAIN_BYTES * len(ends)
             or not rising
@@ -253,8 +254,10 @@ class Reads:
         shared = [
             n for n, tier in enumerate(self._context.tiers, 1) if not tier.info.enumerable and tier.readable(now_ns)
         ]
+        if not shared or not request.hold or not self._may_wait(session):
+            return False
         ends = [end for end in request.ends if end <= request.limit_tokens]
-        if not shared or not request.hold or not ends or view.hit.end_tokens == ends[-1] or not self._may_wait(session):
+        if not ends or view.hit.end_tokens == ends[-1]:
             return False
         digest, ranks = family.namespace.digest, family.ranks
         keys = []

@@ -23,6 +23,16 @@ from kvtally.store.jobs import Outcome, RemoveJob, WriteJob
 from kvtally.store.tiers.base import ObjectRecord
 from kvtally.wire.messages import PutBegin, PutEnd, PutEnded, PutObject, PutSlot, PutSlots, PutStatus
 
+_ANSWERS = {status: PutSlot(status) for status in PutStatus}  # of all that need no slot
+
+
+@dataclass(slots=True)
+class Batch:
+    """The open writes of one request, which share a deadline."""
+
+    alarm: Alarm | None = None
+    open: int = 0
+
 
 @dataclass(slots=True)
 class Put:
@@ -34,7 +44,7 @@ class Put:
     bit: int
     pieces: tuple[Piece, ...]
     length_bytes: int
-    alarm: Alarm
+    batch: Batch
 
 
 class Writes:
@@ -58,51 +68,73 @@ class Writes:
         if problem:
             self._context.refuse(session, request.id, *problem)
             return
-        slots = []
-        for item in request.objects:
-            try:
-                slots.append(self._begin_one(session, family, item, now_ns))
-            except ChainConflict as conflict:
-                # Slots already leased in this request stay the client's: it learns their fate by the deadline.
-                remedy = "Client and store disagree about chains: restart the client, and report this if it comes back."
-                self._context.refuse(session, request.id, "KV-200", str(conflict), remedy)
-                return
+        slots: list[PutSlot] = []
+        wanted: list[tuple[int, Node, int, int]] = []  # place in the answer, node, bit, length
+        shifts = [tier * family.width for tier in self._context.readable_tiers(now_ns)]
+        room_bytes = self._residency.space.capacity_bytes // 2 - session.put_bytes  # nobody may lease more than half
+        try:
+            for item in request.objects:
+                node, bit, status = self._status(family, item, shifts)
+                if status is PutStatus.WRITE and item.length_bytes > room_bytes:
+                    self._residency.settle(node)
+                    status = PutStatus.FULL
+                elif status is PutStatus.WRITE:
+                    self._residency.begin(node, bit)  # from now on eviction does not take its boundary
+                    wanted.append((len(slots), node, bit, item.length_bytes))
+                    room_bytes -= item.length_bytes
+                slots.append(_ANSWERS[status])
+        except ChainConflict as conflict:
+            for _, node, bit, _ in wanted:
+                self._residency.end(node, bit)
+            remedy = "Client and store disagree about chains: restart the client, and report this if it comes back."
+            self._context.refuse(session, request.id, "KV-200", str(conflict), remedy)
+            return
+        self._open(session, wanted, slots, now_ns)
+        self._context.counts.puts_full += slots.count(_ANSWERS[PutStatus.FULL])
         self._context.send(session, PutSlots(request.id, slots))
 
-    def _begin_one(self, session: Session, family: Family, item: PutObject, now_ns: int) -> PutSlot:
+    def _status(self, family: Family, item: PutObject, shifts: list[int]) -> tuple[Node, int, PutStatus]:
         node = self._residency.ensure(family, item.chain, item.parent, item.start_tokens, item.end_tokens)
-        bit = family.bit(item.group, item.rank)
-        if any(mask >> bit & 1 for mask in self._residency.masks(family, [node], self._context.readable_tiers(now_ns))):
-            self._residency.touch_up([node])
-            return PutSlot(PutStatus.PRESENT)
-        if node.pending >> bit & 1:
-            return PutSlot(PutStatus.PENDING)
-        within_share = session.put_bytes + item.length_bytes <= self._residency.space.capacity_bytes // 2
-        self._residency.pin(node)  # eviction for this very object must not take its own boundary
-        pieces = self._residency.allocate(item.length_bytes) if within_share else None
-        if pieces is None:
-            self._residency.unpin(node)
-            self._context.counts.puts_full += 1
-            return PutSlot(PutStatus.FULL)
-        self._residency.begin(node, bit)
-        self._residency.unpin(node)
-        number = self._context.new_id()
-        alarm = self._context.alarms.set(now_ns + self._context.limits.lease_ns, partial(self._expire, number))
-        self._puts[number] = Put(number, session.id, node, bit, pieces, item.length_bytes, alarm)
-        session.puts.add(number)
-        session.put_bytes += item.length_bytes
-        self._context.counts.puts_begun += 1
-        return PutSlot(PutStatus.WRITE, number, [value for piece in pieces for value in piece])
+        bit = item.group * family.ranks + item.rank
+        for shift in shifts:
+            if node.held >> (shift + bit) & 1:
+                self._residency.touch_up([node])
+                return node, bit, PutStatus.PRESENT
+        return node, bit, PutStatus.PENDING if node.pending >> bit & 1 else PutStatus.WRITE
+
+    def _open(
+        self, session: Session, wanted: list[tuple[int, Node, int, int]], slots: list[PutSlot], now_ns: int
+    ) -> None:
+        """Lease slots for what is to be written, as far as there is room."""
+        places = self._residency.allocate_all([length for _, _, _, length in wanted])
+        batch = Batch()
+        numbers = []
+        for (position, node, bit, length), pieces in zip(wanted, places, strict=True):
+            if pieces is None:
+                self._residency.end(node, bit)
+                slots[position] = _ANSWERS[PutStatus.FULL]
+                continue
+            number = self._context.new_id()
+            numbers.append(number)
+            self._puts[number] = Put(number, session.id, node, bit, pieces, length, batch)
+            session.put_bytes += length
+            slots[position] = PutSlot(PutStatus.WRITE, number, [value for piece in pieces for value in piece])
+        if numbers:
+            session.puts.update(numbers)
+            batch.open = len(numbers)
+            deadline_ns = now_ns + self._context.limits.lease_ns
+            batch.alarm = self._context.alarms.set(deadline_ns, partial(self._expire, numbers))
+            self._context.counts.puts_begun += len(numbers)
 
     def end(self, session: Session, request: PutEnd, now_ns: int) -> None:
         rejected = []
         committed: list[Put] = []
+        discarded: list[Put] = []
         for number, checksum in request.commit:
             put = self._take(session, number)
             if put is None or not 0 <= checksum < 1 << 64:
                 rejected.append(number)
-                if put is not None:
-                    self._discard(put, now_ns)
+                discarded += [put] if put is not None else []
                 continue
             self._publish(put, checksum)
             self._residency.end(put.node, put.bit)
@@ -111,14 +143,18 @@ class Writes:
             put = self._take(session, number)
             if put is not None:
                 self._context.counts.puts_aborted += 1
-                self._discard(put, now_ns)
+                discarded.append(put)
+        for put in discarded:
+            self._discard(put)
         self._context.counts.puts_rejected += len(rejected)
         self._context.counts.puts_committed += len(committed)
         self._context.counts.put_bytes += sum(put.length_bytes for put in committed)
         self._residency.touch_up(put.node for put in committed)
-        for put in committed:
-            self._write_behind(put.node, put.bit, now_ns)
-        for put in committed:
+        if self._context.tiers:
+            for put in committed:
+                self._write_behind(put.node, put.bit, now_ns)
+        # Only now may lookups that wait go on: staging for one may evict what was committed a moment ago.
+        for put in (*committed, *discarded):
             self._on_change(put.node, now_ns)
         self._context.send(session, PutEnded(request.id, len(committed), rejected))
 
@@ -176,19 +212,22 @@ class Writes:
         del self._puts[number]
         session.puts.discard(number)
         session.put_bytes -= put.length_bytes
-        self._context.alarms.cancel(put.alarm)
+        put.batch.open -= 1
+        if not put.batch.open and put.batch.alarm is not None:
+            self._context.alarms.cancel(put.batch.alarm)
         return put
 
-    def _discard(self, put: Put, now_ns: int) -> None:
+    def _discard(self, put: Put) -> None:
         """Nothing is published; the writer is known to be done, so the slot is free at once."""
         self._residency.space.free(put.pieces)
         self._residency.end(put.node, put.bit)
-        self._on_change(put.node, now_ns)
 
-    def _expire(self, number: int, now_ns: int) -> None:
-        session = self._context.sessions[self._puts[number].session]
-        self._context.counts.puts_expired += 1
-        self._to_limbo(session, number, now_ns)
+    def _expire(self, numbers: list[int], now_ns: int) -> None:
+        for number in numbers:
+            if number in self._puts:
+                session = self._context.sessions[self._puts[number].session]
+                self._context.counts.puts_expired += 1
+                self._to_limbo(session, number, now_ns)
 
     def _to_limbo(self, session: Session, number: int, now_ns: int) -> None:
         put = self._take(session, number)

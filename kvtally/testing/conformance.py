@@ -139,7 +139,7 @@ class Comparison:
 def compare(reference: Output, output: Output, tolerance: float) -> Comparison:
     """Token by token, up to the first that differs."""
     if output is DIED:
-        return Comparison(0, 0.0, problem="the engine died of this request")
+        return Comparison(0, 0.0, problem="the engine died")
     deviation = 0.0
     for index, (wanted, got) in enumerate(zip(reference.tokens, output.tokens, strict=True)):
         deviation = max(deviation, abs(reference.logprobs[index] - output.logprobs[index]))
@@ -323,9 +323,9 @@ class _Trial:
 
     def _died(self, name: str, error: TransportError) -> None:
         self._deaths += 1
-        self.report.errors.append(f"{name}: {_brief(error)}")
         if self._deaths > MOST_DEATHS:
             raise error
+        self.report.errors.append(f"{name}: {_brief(error)}")
 
     def _measure(self, seat: _Seat) -> None:
         """Reference and baseline, from one engine: with a salt of its own, a request reuses nothing."""

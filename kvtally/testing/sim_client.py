@@ -105,21 +105,22 @@ class Client:
 
     def lose_connection(self, *, store_lives: bool = True) -> None:
         """The socket closes; the process lives on, and what it was writing to it may go on writing to for a while."""
+        if not store_lives:  # the old arena is gone: whatever an earlier connection left being written is nobody's
+            self._ghosts.clear()
+            self._old_sessions.clear()
         if not self.session:
             return
         session, self.session = self.session, 0
         self._epoch += 1
         self._step, self._awaited_lease = None, 0
-        self._ghosts += [pieces for _, _, pieces, _ in self._writing]
-        self._writing.clear()
+        self._staged.clear()  # another store numbers its leases anew
         if store_lives:
+            self._ghosts += [pieces for _, _, pieces, _ in self._writing]
             self.node.store.disconnect(session, self.node.now_ns)
             self._old_sessions.add(session)
             generation = self.node.generation
             self.node.at(self.node.soon(), lambda: self._notice(generation))
-        else:  # the old arena is gone: whatever is written there is nobody's
-            self._ghosts.clear()
-            self._old_sessions.clear()
+        self._writing.clear()
         if self.alive:
             self.node.at(self.node.soon(), self.connect)
 

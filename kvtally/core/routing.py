@@ -1,0 +1,176 @@
+"""Which instance serves a request: what it has seen of the prompt, how busy it is, and whether prefill is worth it.
+
+The router has no tokenizer, so a prompt is known by its bytes: `prints_of` makes a chain of digests of its beginnings,
+`PrefixMap` remembers which instance has seen which, `choose` picks one, `skip_prefill` says when prefill need not see
+the request. Pure: time is an argument, and equal arguments give equal answers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from blake3 import blake3
+
+STEP_BYTES = 512  # the first boundaries; later ones lie an eighth of their position apart
+PARTS = 16  # of a prompt's parts (messages), the ends of so many last ones are boundaries too
+DIGEST_BYTES = 16
+BYTES_PER_TOKEN = 4  # a rough word for text; token ids are printed as 4 bytes each
+SLACK = 4  # so many requests more than the least loaded one may an instance have that holds the prefix
+
+
+class Print(NamedTuple):
+    """The first `end_bytes` of a prompt, by digest. Equal digests mean equal beginnings."""
+
+    end_bytes: int
+    digest: bytes
+
+
+def prints_of(root: bytes, parts: Sequence[bytes]) -> list[Print]:
+    """Digests of a prompt's beginnings, ascending; the last is the whole prompt's.
+
+    `root` is everything that must be equal for any of it to be shared (tenant, model, tools). Where boundaries lie
+    depends only on their position and on the parts before them, so a longer prompt has those of its beginning.
+    """
+    total_bytes = sum(map(len, parts))
+    ends: list[int] = []
+    position = 0
+    for part in parts:
+        position += len(part)
+        ends.append(position)
+    boundaries = sorted({*_steps(total_bytes), *ends[-PARTS:]})
+    whole = b"".join(parts)
+    hasher = blake3(root)
+    prints, start = [], 0
+    for end in boundaries:
+        hasher.update(whole[start:end])
+        prints.append(Print(end, hasher.digest(DIGEST_BYTES)))
+        start = end
+    return prints
+
+
+def _steps(total_bytes: int) -> Iterator[int]:
+    position = STEP_BYTES
+    while position <= total_bytes:
+        yield position
+        position += max(STEP_BYTES, position // 8 // STEP_BYTES * STEP_BYTES)
+
+
+class Held(NamedTuple):
+    """How much of a prompt an instance has seen, and how much of that it was proved to hold."""
+
+    seen_bytes: int
+    proved_bytes: int
+
+
+class PrefixMap:
+    """Which instance has seen which beginnings: at most `capacity` of them, each for `lifetime_ns` since last seen."""
+
+    def __init__(self, *, capacity: int, lifetime_ns: int) -> None:
+        self._capacity = capacity
+        self._lifetime_ns = lifetime_ns
+        self._entries: OrderedDict[bytes, dict[str, tuple[int, bool]]] = OrderedDict()  # -> seen at, proved
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def learn(self, prints: Sequence[Print], instance: str, now_ns: int, *, proved: bool) -> None:
+        """The instance has computed or loaded this prompt. What was proved stays proved until `doubt`."""
+        for item in prints:
+            seen = self._entries.setdefault(item.digest, {})
+            seen[instance] = now_ns, proved or seen.get(instance, (0, False))[1]
+            self._entries.move_to_end(item.digest)
+        while len(self._entries) > self._capacity:
+            self._entries.popitem(last=False)
+
+    def doubt(self, prints: Sequence[Print], instance: str) -> None:
+        """It turned out not to hold what it was believed to hold."""
+        for item in prints:
+            seen = self._entries.get(item.digest)
+            if seen is not None and instance in seen:
+                seen[instance] = seen[instance][0], False
+
+    def forget(self, instance: str) -> None:
+        """It was restarted: it holds nothing any more."""
+        for digest, seen in list(self._entries.items()):
+            seen.pop(instance, None)
+            if not seen:
+                del self._entries[digest]
+
+    def holders(self, prints: Sequence[Print], now_ns: int) -> dict[str, Held]:
+        """By instance, the longest beginnings that it has seen and was proved to hold."""
+        found: dict[str, Held] = {}
+        for item in reversed(prints):
+            for instance, (seen_ns, is_proved) in self._entries.get(item.digest, {}).items():
+                if now_ns - seen_ns <= self._lifetime_ns:
+                    known = found.get(instance, Held(item.end_bytes, 0))
+                    proved_bytes = known.proved_bytes or (item.end_bytes if is_proved else 0)
+                    found[instance] = Held(known.seen_bytes, proved_bytes)
+        return found
+
+
+class Why(StrEnum):
+    """Why an instance was chosen."""
+
+    AFFINITY = "affinity"  # it has seen the longest part of the prompt
+    LEAST_LOADED = "least_loaded"  # nobody has seen anything of it
+    BUSY = "busy"  # who has seen most of it is too busy
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An instance that may be chosen, and how many requests it has in flight."""
+
+    name: str
+    load: int
+
+
+class Choice(NamedTuple):
+    name: str
+    why: Why
+
+
+def choose(candidates: Sequence[Candidate], held: Mapping[str, Held], *, turn: int) -> Choice | None:
+    """The instance that holds most of the prompt, unless it is much busier than the least loaded one.
+
+    None where there are no candidates. `turn` decides between equals: with a number that grows they take turns.
+    """
+    if not candidates:
+        return None
+    first = turn % len(candidates)
+    ordered = [*candidates[first:], *candidates[:first]]
+    idle = min(ordered, key=lambda candidate: candidate.load)
+    holder = max(ordered, key=lambda candidate: (_seen(held, candidate), -candidate.load))
+    if not _seen(held, holder):
+        return Choice(idle.name, Why.LEAST_LOADED)
+    if holder.load - idle.load > SLACK:
+        return Choice(idle.name, Why.BUSY)
+    return Choice(holder.name, Why.AFFINITY)
+
+
+def _seen(held: Mapping[str, Held], candidate: Candidate) -> int:
+    known = held.get(candidate.name)
+    return known.seen_bytes if known else 0
+
+
+class Skip(StrEnum):
+    """Why prefill does not see a request. The first two are decided here, the others by what the request asks for."""
+
+    SHORT = "short"  # computing it is cheaper than moving it
+    HELD = "held"  # decode was proved to hold all but a short rest
+    BATCH = "batch"  # several prompts in one request
+    PROMPT_LOGPROBS = "prompt_logprobs"  # the engine computes the whole prompt for these, whatever is cached
+    SEVERAL = "several"  # n > 1, where the flavour hands over to one reader only
+
+
+def skip_prefill(prompt_bytes: int, proved_bytes: int, *, from_tokens: int) -> Skip | None:
+    """Whether decode had better compute what it does not hold itself: fewer than `from_tokens` (0: never)."""
+    from_bytes = from_tokens * BYTES_PER_TOKEN
+    if prompt_bytes < from_bytes:
+        return Skip.SHORT
+    if prompt_bytes - proved_bytes < from_bytes:
+        return Skip.HELD
+    return None
