@@ -74,6 +74,14 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             return Verdict.PROVED
         return Verdict.SHORT
 
+    @property
+    def reason(self) -> str:
+        """Why less than everything was reused, as the party says that is nearer to the cause: a prefill that saved
+        nothing knows why, and otherwise decode does. Empty where nobody says."""
+        if self.prefill is not None and self.prefill.saved_tokens == 0 and self.prefill.reason:
+            return self.prefill.reason
+        return self.decode.reason if self.decode is not None else ""
+
 
 class ReceiptBook:
     """Receipts by ticket: at most `capacity` of them, each for `lifetime_ns` after its last half was filed."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 
 from kvtally.core.eviction import TailFirst
 from kvtally.core.keys import ROOT_CHAIN, ObjectKey
@@ -32,6 +32,13 @@ _NO_CELL = bytes(_CELL.size)
 _SCATTERED = 1 << 63  # the place cell holds an index into `Residency._scattered`
 _COUNT_BITS = 32
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
+# What `Node.counts` nearly always is: at most two children in each of three tiers. Nodes share these integers, which
+# would take 32 bytes of each node otherwise.
+_USUAL_COUNTS = {
+    counts: counts
+    for few in product(range(3), repeat=3)
+    for counts in [sum(children << (tier * _COUNT_BITS) for tier, children in enumerate(few))]
+}
 
 
 class Node:
@@ -239,6 +246,13 @@ class Residency:
         self._write_cell(node, bit, place, length_bytes, checksum)
         self._set(node, bit, ARENA)
 
+    def commit(self, node: Node, bit: int, pieces: tuple[Piece, ...], length_bytes: int, checksum: int) -> None:
+        """The writer is done, and what it wrote is readable: `end` and `publish` in one."""
+        node.pending &= ~(1 << bit)
+        self.publish(node, bit, pieces, length_bytes, checksum)
+        if self.tiers > 1:
+            self.settle(node)
+
     def add(self, node: Node, bit: int, tier: int, length_bytes: int, checksum: int) -> None:
         """A lower tier holds the object now."""
         if self.tier_mask(node, tier) >> bit & 1:
@@ -367,7 +381,8 @@ class Residency:
         """The node's first object in this tier."""
         parent = node.parent
         assert parent is not None
-        parent.counts += 1 << (tier * _COUNT_BITS)
+        counts = parent.counts + (1 << (tier * _COUNT_BITS))
+        parent.counts = _USUAL_COUNTS.get(counts, counts)
         length = node.end - node.start
         if length % node.family.namespace.chunk_tokens:
             if parent.tails is None:
@@ -378,7 +393,8 @@ class Residency:
         """The node's last object in this tier is gone."""
         parent = node.parent
         assert parent is not None
-        parent.counts -= 1 << (tier * _COUNT_BITS)
+        counts = parent.counts - (1 << (tier * _COUNT_BITS))
+        parent.counts = _USUAL_COUNTS.get(counts, counts)
         length = node.end - node.start
         if parent.tails is not None and length % node.family.namespace.chunk_tokens:
             parent.tails[length] -= 1

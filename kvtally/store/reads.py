@@ -244,7 +244,9 @@ class Reads:
 
     def changed(self, node: Node, now_ns: int) -> None:
         """An object of `node` stopped being pending. Lookups for which nothing more is to come are answered."""
-        for number in sorted(self._waiters.get(node, ())):
+        if node not in self._waiters:
+            return
+        for number in sorted(self._waiters[node]):
             parked = self._parked[number]
             if not any(waited.pending for waited in parked.nodes):
                 self._unpark(number, now_ns)

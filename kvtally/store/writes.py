@@ -137,7 +137,6 @@ class Writes:
                 discarded += [put] if put is not None else []
                 continue
             self._publish(put, checksum)
-            self._residency.end(put.node, put.bit)
             committed.append(put)
         for number in request.abort:
             put = self._take(session, number)
@@ -164,12 +163,13 @@ class Writes:
         residency, node, bit = self._residency, put.node, put.bit
         if residency.arena_mask(node) >> bit & 1:
             residency.space.free(put.pieces)
+            residency.end(node, bit)
             return
         for tier in range(1, residency.tiers):
             if residency.differs(node, bit, put.length_bytes, checksum) and residency.tier_mask(node, tier) >> bit & 1:
                 residency.drop(node, bit, tier)
                 self.remove(tier, [node.family.key(node, bit)])
-        residency.publish(node, bit, put.pieces, put.length_bytes, checksum)
+        residency.commit(node, bit, put.pieces, put.length_bytes, checksum)
 
     def _problem(self, session: Session, family: Family, request: PutBegin) -> tuple[str, str, str] | None:
         limits = self._context.limits
