@@ -124,6 +124,11 @@ class StoreClient:
         return self._link.session
 
     @property
+    def digest(self) -> bytes:
+        """Of the namespace this client speaks for; empty without one."""
+        return self._digest
+
+    @property
     def generation(self) -> int:
         """Increases whenever a session was lost, and with it every lease and put."""
         return self._link.generation

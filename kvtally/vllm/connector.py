@@ -134,8 +134,16 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         events = None
         if announced is not None and announced.enable_kv_cache_events:
             events = SaveEvents(layout, self._kv_cache_config, world_size=world)
+        transfer = config.kv_transfer_config
+        assert transfer is not None
         self._scheduler = SchedulerHalf(
-            layout, self._inquiries, world_size=world, wait_ms=settings.wait_ms, events=events
+            layout,
+            self._inquiries,
+            world_size=world,
+            wait_ms=settings.wait_ms,
+            reads=transfer.is_kv_consumer,
+            saves=transfer.is_kv_producer,
+            events=events,
         )
         groups = ", ".join(f"{spec.kind}×{len(spec.page_bytes[0])}/{spec.block_tokens}" for spec in layout.groups)
         log.warning(
@@ -221,9 +229,8 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if self._scheduler is not None:
-            self._scheduler.finished(request, block_ids)
-        return False, None
+        answer = self._scheduler.finished(request, block_ids) if self._scheduler is not None else None
+        return False, answer.params() if answer is not None else None
 
     @edge(lambda: False)
     def has_pending_push_work(self) -> bool:

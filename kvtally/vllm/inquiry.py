@@ -5,7 +5,8 @@
 
 For each inquiry: chain values of the prompt, one lookup that leases and stages, if the store knows tails beneath the
 hit one more for the longest that fits, then the wait until everything is in the arena. Whatever happens, an answer is
-set by the deadline; an answer of 0 tokens has a reason. Owns the client, which only this thread touches.
+set by the deadline; an answer of 0 tokens has a reason. What a hand-off says is being saved is asked for again until
+it is there: prefill's answer may overtake its bytes. Owns the client, which only this thread touches.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import NamedTuple
 from kvtally.client import Call, Lease, Miss, StoreClient
 from kvtally.core.keys import chunk_ends
 from kvtally.core.receipts import Half
+from kvtally.vllm.handoff import Handoff
 from kvtally.vllm.path import Boundary, Path
 from kvtally.wire.messages import Found, Lookup, MissReason
 
@@ -28,6 +30,7 @@ log = logging.getLogger("kvtally.vllm")
 
 IDLE_S = 0.05
 TURN_S = 0.001  # how long one look at the socket may keep new commands waiting
+AGAIN_NS = 3_000_000  # between two questions for what a hand-off promised
 
 
 class Answer(NamedTuple):
@@ -47,21 +50,29 @@ class Inquiry:
 
     tokens: Sequence[int]
     path: Path
-    alignment_tokens: int
     deadline_ns: int
     asked_ns: int
     full_groups: tuple[int, ...] = ()
+    handoff: Handoff | None = None  # what prefill says it has saved of this prompt
     answer: Answer | None = None
     is_cancelled: bool = False
     call: Call[Lease] | None = None
     lease: Lease | None = None
     ends: list[int] = field(default_factory=list)
-    shorter: Lease | None = None  # the hit without the tail, while the tail is asked for
+    chains: list[bytes] = field(default_factory=list)
+    shorter: Lease | None = None  # a shorter hit, while a longer one is asked for
+    again_ns: int = 0  # when to ask again, while neither `call` nor `lease` is set
+    foreign: str = ""  # why the hand-off cannot be what this engine needs
     path_ready: bool = False
 
     @property
     def limit_tokens(self) -> int:
         return len(self.tokens) - 1
+
+    @property
+    def promised_tokens(self) -> int:
+        """What the hand-off says can be had, unless there is a reason to doubt it."""
+        return self.handoff.saved_tokens if self.handoff is not None and not self.foreign else 0
 
     def attention_tokens(self, found: Found) -> int:
         """Whole chunks from the start that every full-attention group has, by the store's answer."""
@@ -81,6 +92,7 @@ class Inquiries:
         self._connect = connect
         self._commands: queue.SimpleQueue[Callable[[StoreClient], None] | None] = queue.SimpleQueue()
         self._active: list[Inquiry] = []
+        self.store = ""  # name of the store's process, once there is a connection
         self._thread = threading.Thread(target=self._run, name="kvtally-inquiry", daemon=True)
 
     def start(self) -> None:
@@ -133,6 +145,7 @@ class Inquiries:
             return False
         except queue.Empty:
             pass
+        self.store = client.session.store if client.session is not None else self.store
         if self._active:
             client.step(TURN_S)
             self._active = [inquiry for inquiry in self._active if not self._advance(client, inquiry)]
@@ -144,38 +157,66 @@ class Inquiries:
         chunk = inquiry.path.chunk_tokens
         limit = inquiry.limit_tokens
         inquiry.path.extend(inquiry.tokens, limit)
+        tail = inquiry.path.tail(inquiry.tokens, limit) if limit % chunk else None
         inquiry.path_ready = True
         inquiry.ends = chunk_ends(limit, chunk)
-        chains = inquiry.path.chains[: len(inquiry.ends)]
-        tail_end = limit // inquiry.alignment_tokens * inquiry.alignment_tokens
-        if tail_end > (inquiry.ends[-1] if inquiry.ends else 0):
-            inquiry.ends.append(tail_end)
-            chains = [*chains, inquiry.path.tail(inquiry.tokens, tail_end).chain]
+        inquiry.chains = inquiry.path.chains[: len(inquiry.ends)]
+        if tail is not None:
+            inquiry.ends.append(tail.end_tokens)
+            inquiry.chains.append(tail.chain)
         if not inquiry.ends:
             inquiry.answer = Answer(0, [], None, "", 0.0)
             return
-        inquiry.call = self._hold(client, inquiry, chains)
+        if inquiry.handoff is not None:
+            inquiry.foreign = self._doubt(client, inquiry, inquiry.handoff)
+        inquiry.call = self._hold(client, inquiry)
         self._active.append(inquiry)
 
     @staticmethod
-    def _hold(client: StoreClient, inquiry: Inquiry, chains: list[bytes]) -> Call[Lease]:
-        question = Lookup(0, b"".join(chains), inquiry.ends, inquiry.limit_tokens, inquiry.alignment_tokens, hold=True)
-        return client.hold(question, timeout_s=max(0.001, (inquiry.deadline_ns - time.monotonic_ns()) / 1e9))
+    def _doubt(client: StoreClient, inquiry: Inquiry, handoff: Handoff) -> str:
+        """Why the hand-off is of no use here; what the store has is used all the same."""
+        if handoff.namespace and handoff.namespace != client.digest.hex():
+            return MissReason.FOREIGN_NAMESPACE
+        if handoff.saved_tokens and (
+            handoff.saved_tokens not in inquiry.ends
+            or handoff.chain != inquiry.chains[inquiry.ends.index(handoff.saved_tokens)].hex()
+        ):
+            return MissReason.OTHER_TOKENS
+        if handoff.store and client.session is not None and handoff.store != client.session.store:
+            return MissReason.FOREIGN_STORE
+        return ""
+
+    @staticmethod
+    def _hold(client: StoreClient, inquiry: Inquiry) -> Call[Lease]:
+        left_s = max(0.001, (inquiry.deadline_ns - time.monotonic_ns()) / 1e9)
+        wait_ms = int(left_s * 1e3) if inquiry.promised_tokens else 0
+        chains = b"".join(inquiry.chains)
+        question = Lookup(0, chains, inquiry.ends, inquiry.limit_tokens, wait_ms=wait_ms, hold=True)
+        return client.hold(question, timeout_s=left_s)
 
     def _advance(self, client: StoreClient, inquiry: Inquiry) -> bool:
         """One inquiry's progress; True when it is answered."""
-        if inquiry.is_cancelled or time.monotonic_ns() >= inquiry.deadline_ns:
+        now_ns = time.monotonic_ns()
+        if inquiry.is_cancelled or now_ns >= inquiry.deadline_ns:
             self._settle(client, inquiry, MissReason.DEADLINE)
             return True
         if inquiry.lease is None:
-            assert inquiry.call is not None
+            if inquiry.call is None:
+                if now_ns < inquiry.again_ns:
+                    return False
+                inquiry.call = self._hold(client, inquiry)
             result = inquiry.call.result
             if result is None:
                 return False
             if isinstance(result, Miss):
                 self._settle(client, inquiry, result.reason)
                 return True
-            inquiry.lease = result
+            inquiry.lease, inquiry.call = result, None
+            if self._is_to_come(client, inquiry, result):
+                self._give_back(client, inquiry.shorter)
+                inquiry.shorter, inquiry.lease = result, None
+                inquiry.again_ns = now_ns + AGAIN_NS
+                return False
             if inquiry.shorter is None and self._ask_for_tail(client, inquiry, result):
                 return False
         if not inquiry.lease.is_staged:
@@ -183,20 +224,29 @@ class Inquiries:
         self._settle(client, inquiry, inquiry.lease.reason)
         return True
 
+    def _is_to_come(self, client: StoreClient, inquiry: Inquiry, lease: Lease) -> bool:
+        """Whether prefill promised more than is there: then its writer has not begun yet."""
+        if lease.found.end_tokens >= inquiry.promised_tokens:
+            return False
+        assert inquiry.handoff is not None
+        inquiry.foreign = self._doubt(client, inquiry, inquiry.handoff)
+        return bool(inquiry.promised_tokens)
+
     def _ask_for_tail(self, client: StoreClient, inquiry: Inquiry, lease: Lease) -> bool:
         """Where an earlier request ended between two chunks, this one may go on from there. True if it is asked for."""
         hit = lease.found.end_tokens
-        ends = [hit + length for length in lease.found.tails]
-        fitting = [e for e in ends if e <= inquiry.limit_tokens and e % inquiry.alignment_tokens == 0]
+        known = [hit + length for length in lease.found.tails]
+        fitting = [end for end in known if end <= inquiry.limit_tokens and end not in inquiry.ends]
         if not fitting:
             return False
         covered = len(inquiry.path.chains[: hit // inquiry.path.chunk_tokens])
         tail: Boundary = inquiry.path.tail(inquiry.tokens, max(fitting))
-        if tail.start_tokens != hit or (inquiry.ends and max(fitting) <= hit):
+        if tail.start_tokens != hit:
             return False
         inquiry.shorter, inquiry.lease = lease, None
         inquiry.ends = [*chunk_ends(hit, inquiry.path.chunk_tokens), tail.end_tokens]
-        inquiry.call = self._hold(client, inquiry, [*inquiry.path.chains[:covered], tail.chain])
+        inquiry.chains = [*inquiry.path.chains[:covered], tail.chain]
+        inquiry.call = self._hold(client, inquiry)
         return True
 
     def _settle(self, client: StoreClient, inquiry: Inquiry, reason: str) -> None:
@@ -220,6 +270,8 @@ class Inquiries:
             ends = chunk_ends(end, inquiry.path.chunk_tokens)
         first = inquiry.shorter or inquiry.lease
         attention = inquiry.attention_tokens(first.found) if first is not None else 0
+        if inquiry.handoff is not None and end < inquiry.handoff.saved_tokens:
+            reason = inquiry.foreign or reason
         inquiry.answer = Answer(end, ends, best, reason, wait_s, attention)
 
     def _give_back(self, client: StoreClient, lease: Lease | None) -> None:

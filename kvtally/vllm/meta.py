@@ -60,6 +60,7 @@ class LoadReport:
     seconds: float = 0.0
     reason: str = ""
     ranks: int = 1
+    verified: bool = False  # checksums were compared, and all matched
 
     def add(self, other: LoadReport) -> LoadReport:
         return LoadReport(
@@ -67,6 +68,7 @@ class LoadReport:
             max(self.seconds, other.seconds),
             self.reason or other.reason,
             self.ranks + other.ranks,
+            self.verified and other.verified,
         )
 
 

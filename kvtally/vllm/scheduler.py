@@ -2,9 +2,11 @@
 
     on_new_request ─▶ Inquiry ─▶ get_num_new_matched_tokens: None … n ─▶ update_state_after_alloc ─▶ LoadJob
     build_connector_meta: chunks and states that this step completes ─▶ SaveJob, its blocks held until all ranks report
+    request_finished: the end of prompt and answer, the same way; of a prefill for somebody else, the hand-off
 
 Every method does a few microseconds of bookkeeping; chains, lookups and receipts are the inquiry thread's. Recurrent
-state is saved only where vLLM offers it, at exactly the boundary it names. Runs in vLLM's scheduler thread.
+state is saved only where vLLM offers it, at exactly the boundary it names, and at the end of a request that nothing was
+computed beyond. Runs in vLLM's scheduler thread.
 """
 
 from __future__ import annotations
@@ -15,10 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+from vllm.v1.request import RequestStatus
+
 from kvtally.core.geometry import NULL_BLOCK, chunk_block_range
 from kvtally.core.namespace import GroupKind
 from kvtally.core.receipts import Half, Role
 from kvtally.vllm.events import SaveEvents
+from kvtally.vllm.handoff import Handoff, handoff_of, shorten_for_prefill
 from kvtally.vllm.inquiry import Answer, Inquiries, Inquiry
 from kvtally.vllm.layout import EngineLayout
 from kvtally.vllm.meta import LoadJob, LoadReport, Metadata, SaveItem, SaveJob, WorkerReport
@@ -41,6 +47,8 @@ class Track:
 
     request: Request
     path: Path
+    handoff: Handoff | None = None
+    prompt_tokens: int = 0  # of the request as it came: a prefill for somebody else computes one less
     inquiry: Inquiry | None = None
     answer: Answer | None = None
     is_opaque: bool = False  # its tokens do not say what its KV is (prompt embeddings): neither read nor saved
@@ -51,16 +59,26 @@ class Track:
     saved_chunks: int = 0  # chunks that are in the store already or on their way there
     tail_saved: bool = False
     preemptions: int = 0  # how many the request had when it was last asked about
+    is_started: bool = False  # was scheduled to be computed
     local_tokens: int = 0
     external_tokens: int = 0
     disk_tokens: int = 0
     report: LoadReport = field(default_factory=LoadReport)
     wait_s: float = 0.0
     reason: str = ""
+    is_filed: bool = False  # its half of the receipt is on its way
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it computes a prompt for another engine."""
+        return self.handoff is not None and self.handoff.role is Role.PREFILL
 
 
 class SchedulerHalf:
-    """See the module docstring. `world_size` ranks must report before a save's blocks are let go."""
+    """See the module docstring. `world_size` ranks must report before a save's blocks are let go.
+
+    `reads` and `saves` are what vLLM's role allows: a producer only saves, a consumer only reads.
+    """
 
     def __init__(
         self,
@@ -69,12 +87,16 @@ class SchedulerHalf:
         *,
         world_size: int,
         wait_ms: int,
+        reads: bool = True,
+        saves: bool = True,
         events: SaveEvents | None = None,
     ) -> None:
         self._layout = layout
         self._inquiries = inquiries
         self._world_size = world_size
         self._wait_ns = wait_ms * 1_000_000
+        self._reads = reads
+        self._saves = saves
         self._manager: KVCacheManager | None = None
         self._pool: BlockPool | None = None
         self._diverging = True
@@ -88,6 +110,7 @@ class SchedulerHalf:
         self._has_states = any(spec.kind is GroupKind.RECURRENT for spec in layout.groups)
         self._full_groups = tuple(g for g, spec in enumerate(layout.groups) if spec.kind is GroupKind.FULL)
         self._attention = [g for g, spec in enumerate(layout.groups) if spec.kind is not GroupKind.RECURRENT]
+        self._recurrent = [g for g, spec in enumerate(layout.groups) if spec.kind is GroupKind.RECURRENT]
         self._group_of = {group_id: g for g, group_id in enumerate(layout.group_ids)}
         self.tally = Tally()
         self.events = events
@@ -103,14 +126,17 @@ class SchedulerHalf:
         if request.request_id in self._tracks:
             return
         path = Path(self._layout.namespace.chunk_tokens, extras_of(request))
-        track = Track(request, path, is_opaque=request.prompt_embeds is not None)
+        handoff = handoff_of(request.kv_transfer_params)
+        track = Track(request, path, handoff, request.num_prompt_tokens, is_opaque=request.prompt_embeds is not None)
         self._tracks[request.request_id] = track
+        if track.is_prefill and self._saves and not request.resumable:
+            shorten_for_prefill(request)
         if not request.resumable:  # the tokens of a streaming input are not complete yet: asked when they are scheduled
             self._ask(track)
 
     def _ask(self, track: Track) -> None:
         request = track.request
-        if track.is_opaque or request.skip_reading_prefix_cache:
+        if track.is_opaque or request.skip_reading_prefix_cache or not self._reads:
             track.answer = Answer(0, [], None, MissReason.REFUSED, 0.0)
             track.reason = MissReason.REFUSED
             self.tally.count(MISSES, MissReason.REFUSED)
@@ -119,9 +145,8 @@ class SchedulerHalf:
         if request.num_output_tokens:  # resumed after preemption: prompt and answer so far
             tokens = list(request.all_token_ids)
         now_ns = time.monotonic_ns()
-        track.inquiry = Inquiry(
-            tokens, track.path, self._layout.alignment_tokens, now_ns + self._wait_ns, now_ns, self._full_groups
-        )
+        given = track.handoff if not track.is_prefill and not request.num_output_tokens else None
+        track.inquiry = Inquiry(tokens, track.path, now_ns + self._wait_ns, now_ns, self._full_groups, given)
         self._inquiries.ask(track.inquiry)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
@@ -195,8 +220,6 @@ class SchedulerHalf:
             return
         answer = track.answer
         if external_tokens == 0 or answer is None or answer.lease is None:
-            if not track.external_tokens:
-                track.local_tokens = request.num_computed_tokens
             self._let_go(track)
             self._count_reuse(track)
             return
@@ -205,7 +228,7 @@ class SchedulerHalf:
         load = LoadJob(request.request_id, answer.lease.share(), answer.ends, answer.end_tokens, have, tables)
         self._loads.append(load)
         track.is_loading, track.is_counted = True, False
-        track.local_tokens, track.external_tokens = have, external_tokens
+        track.external_tokens = external_tokens
         outcome = answer.lease.outcome
         track.disk_tokens = min(external_tokens, outcome.disk_tokens) if outcome is not None else 0
 
@@ -253,14 +276,22 @@ class SchedulerHalf:
         for request_id, count in output.num_scheduled_tokens.items():
             track = self._tracks.get(request_id)
             tables = state.get_block_ids(request_id)
-            if track is None or tables is None or track.is_opaque:
+            if track is None or tables is None:
                 continue
-            items = self._chunk_items(track, track.request.num_computed_tokens + count, tables)
-            items += self._tail_items(track, track.request.num_computed_tokens + count, tables)
+            if not track.is_started:  # what it begins with was not computed here: ours, or the engine's own
+                track.is_started = True
+                track.local_tokens = max(0, track.request.num_computed_tokens - track.external_tokens)
+            computed_end = track.request.num_computed_tokens + count
+            if computed_end >= track.request.num_prompt_tokens and not track.is_prefill:
+                self._file_receipt(track)  # before the first token goes out: whoever gets it may ask for the receipt
+            if track.is_opaque or not self._saves:
+                continue
+            items = self._chunk_items(track, computed_end, tables)
+            items += self._tail_items(track, computed_end, tables)
             self._add_job(saves, track.request, items)
         for request_id, offers in state.boundary_state_offloads.items():
             track = self._tracks.get(request_id)
-            if track is not None and not track.is_opaque:
+            if track is not None and not track.is_opaque and self._saves:
                 self._add_job(saves, track.request, self._state_items(track, offers))
 
     def _chunk_items(self, track: Track, computed_end: int, tables: Sequence[Sequence[int]]) -> list[SaveItem]:
@@ -288,9 +319,8 @@ class SchedulerHalf:
         if track.tail_saved or computed_end < prompt or self._has_states or not self._is_path_free(track):
             return []
         track.tail_saved = True
-        alignment = self._layout.alignment_tokens
-        end = (prompt - 1) // alignment * alignment
-        if end % self._layout.namespace.chunk_tokens == 0:
+        end = prompt - 1
+        if end % self._layout.namespace.chunk_tokens == 0 or track.is_prefill:  # a hand-off's end is saved as one
             return []
         return self._attention_items(track.path.tail(track.request.all_token_ids, end), tables)
 
@@ -374,7 +404,7 @@ class SchedulerHalf:
         if load.reason:
             track.has_failed = True
             track.reason = load.reason
-            track.local_tokens = track.external_tokens = track.disk_tokens = 0
+            track.external_tokens = track.disk_tokens = 0
         self._let_go(track)
         if track.request.is_finished():  # aborted while it was loading
             del self._tracks[request_id]
@@ -398,10 +428,11 @@ class SchedulerHalf:
 
     # ---- the end of a request
 
-    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Handoff | None:
+        """The request is over. A prefill for another engine answers what that engine is to be told."""
         track = self._tracks.pop(request.request_id, None)
         if track is None:
-            return
+            return None
         if track.inquiry is not None and track.answer is None:
             track.inquiry.is_cancelled = True
             if track.inquiry.answer is not None and track.inquiry.answer.lease is not None:
@@ -413,36 +444,91 @@ class SchedulerHalf:
                 track  # aborted while loading: the lease is let go when the worker is done
             )
             track.has_failed = True
-            return
-        if any(block_ids) and not track.is_opaque:
+            return None
+        if track.is_prefill:
+            return self._hand_over(track, block_ids)
+        if any(block_ids) and not track.is_opaque and self._saves:
             self._save_answer_tail(track, block_ids)
         self._file_receipt(track)
+        return None
 
     def _save_answer_tail(self, track: Track, block_ids: Sequence[Sequence[int]]) -> None:
         """The end of the conversation so far, so that its next turn goes on from here."""
-        alignment = self._layout.alignment_tokens
-        end = min(track.request.num_computed_tokens, track.request.num_tokens) // alignment * alignment
-        if self._has_states or end <= track.request.num_prompt_tokens or not self._is_path_free(track):
-            return
-        if end % self._layout.namespace.chunk_tokens:
-            boundary = track.path.tail(track.request.all_token_ids, end)
-            self._add_job(self._late_saves, track.request, self._attention_items(boundary, block_ids))
+        end = min(track.request.num_computed_tokens, track.request.num_tokens)
+        if end > track.request.num_prompt_tokens and self._is_path_free(track):
+            self._add_job(self._late_saves, track.request, self._end_items(track, end, block_ids))
+
+    def _end_items(self, track: Track, end: int, block_ids: Sequence[Sequence[int]]) -> list[SaveItem]:
+        """Everything at the end of what a finished request has computed; nothing if a state there is missing.
+
+        The running state is the one at exactly `end` only if nothing was, or is being, computed beyond: the rule by
+        which vLLM itself hands over the end of a request.
+        """
+        request = track.request
+        boundary = track.path.tail(request.all_token_ids, end)
+        items = self._attention_items(boundary, block_ids) if end % self._layout.namespace.chunk_tokens else []
+        if not self._recurrent:
+            return items
+        if request.num_computed_tokens != end or request.num_in_flight_tokens:
+            return []
+        for group in self._recurrent:
+            slot = (end - 1) // self._layout.groups[group].block_tokens
+            table = block_ids[self._layout.group_ids[group]]
+            if slot >= len(table) or table[slot] == NULL_BLOCK:
+                return []
+            items.append(SaveItem(*boundary, group, [table[slot]]))
+        return items
+
+    def _hand_over(self, track: Track, block_ids: Sequence[Sequence[int]]) -> Handoff | None:
+        """Save the end of a prompt that was computed for another engine, and say what it will find."""
+        request, handoff = track.request, track.handoff
+        assert handoff is not None
+        if request.status == RequestStatus.FINISHED_ABORTED:
+            return None
+        end = request.num_prompt_tokens if request.num_prompt_tokens < track.prompt_tokens else 0
+        items: list[SaveItem] = []
+        if end and not track.is_opaque and self._is_path_free(track) and request.num_computed_tokens >= end:
+            items = self._end_items(track, end, block_ids)
+            self._add_job(self._late_saves, request, items)
+        is_whole_chunks = end % self._layout.namespace.chunk_tokens == 0 and not self._recurrent
+        saved = end if items or (end and is_whole_chunks) else 0
+        chain = track.path.tail(request.all_token_ids, saved).chain if saved else b""
+        answer = Handoff(
+            ticket=handoff.ticket,
+            role=Role.PREFILL,
+            store=self._inquiries.store,
+            namespace=self._layout.namespace.digest.hex(),
+            saved_tokens=saved,
+            prompt_tokens=track.prompt_tokens,
+            chain=chain.hex(),
+            state="pending" if saved else "",
+            reason="" if saved else MissReason.REFUSED,
+        )
+        half = self._half(track, Role.PREFILL)
+        self._inquiries.file(
+            handoff.ticket, structs.replace(half, saved_tokens=saved, chain=chain, reason=answer.reason)
+        )
+        return answer
 
     def _file_receipt(self, track: Track) -> None:
-        prompt = track.request.num_prompt_tokens
+        if not track.is_filed:
+            track.is_filed = True
+            ticket = track.handoff.ticket if track.handoff is not None else track.request.request_id
+            self._inquiries.file(ticket, self._half(track, Role.DECODE))
+
+    def _half(self, track: Track, role: Role) -> Half:
         reused = track.local_tokens + track.external_tokens
-        half = Half(
-            role=Role.DECODE,
+        return Half(
+            role=role,
             request=track.request.request_id,
-            prompt_tokens=prompt,
+            prompt_tokens=track.prompt_tokens,
             tokens_gpu=track.local_tokens,
             tokens_host=track.external_tokens - track.disk_tokens,
             tokens_disk=track.disk_tokens,
-            computed_tokens=max(0, prompt - reused),
+            computed_tokens=max(0, track.request.num_prompt_tokens - reused),
             moved_bytes=track.report.moved_bytes,
             wait_ms=track.wait_s * 1e3,
             load_ms=track.report.seconds * 1e3,
-            verified=track.external_tokens > 0,
+            verified=track.external_tokens > 0 and track.report.verified,
             reason=track.reason,
         )
-        self._inquiries.file(track.request.request_id, half)

@@ -126,7 +126,7 @@ class WorkerHalf:
         slots = client.slots(lease, rank=self._rank, timeout_s=CALL_S).wait()
         if isinstance(slots, Miss):
             return LoadReport(reason=slots.reason)
-        report = LoadReport()
+        report = LoadReport(verified=lease.session.verify_reads)
         loaded: set[tuple[int, int]] = set()
         for slot in slots:
             moved = self._load_slot(client, job, slot)

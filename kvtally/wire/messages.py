@@ -38,6 +38,9 @@ class MissReason(StrEnum):
     STORE_UNREACHABLE = "store_unreachable"
     DEADLINE = "deadline"
     REFUSED = "refused"
+    FOREIGN_STORE = "foreign_store"  # handed over through another store than this engine's
+    FOREIGN_NAMESPACE = "foreign_namespace"  # handed over by an engine whose bytes this one cannot read
+    OTHER_TOKENS = "other_tokens"  # prefill and decode saw different tokens
 
 
 # ---- handshake
