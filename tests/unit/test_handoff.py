@@ -1,0 +1,236 @@
+"""Hand-offs without vLLM: what a router may write, and how decode's lookup waits for what prefill promised."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvtally.client import Miss, StoreClient
+from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
+from kvtally.core.receipts import Role
+from kvtally.vllm.handoff import Handoff, handoff_of, shorten_for_prefill
+from kvtally.vllm.inquiry import Answer, Inquiries, Inquiry
+from kvtally.vllm.path import Boundary, Extras
+from kvtally.vllm.path import Path as TokenPath
+from kvtally.wire.messages import MissReason, PutObject, PutStatus
+from tests.unit.shell import Bench, eventually
+
+CHUNK = 64
+FULL, STATE = 0, 1
+HYBRID = Namespace(
+    model="hybrid",
+    groups=(
+        GroupSpec(kind=GroupKind.FULL, block_tokens=16, page_bytes=((64,),)),
+        GroupSpec(kind=GroupKind.RECURRENT, block_tokens=CHUNK, page_bytes=((512,),)),
+    ),
+    chunk_tokens=CHUNK,
+    alignment_tokens=16,
+)
+PROMPT = list(range(200))  # three chunks and a tail of 7, one token to compute
+END = len(PROMPT) - 1
+
+
+# ---- what is written into a request
+
+
+def test_what_a_router_writes_is_read() -> None:
+    handoff = Handoff(ticket="t", role=Role.DECODE, store="s", saved_tokens=7, chain="ab")
+    assert handoff_of(msgspec.json.decode(msgspec.json.encode(handoff.params()))) == handoff
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        {},
+        {"do_remote_prefill": True},
+        {"kvtally": None},
+        {"kvtally": {"ticket": "t"}},
+        {"kvtally": {"ticket": "", "role": "decode"}},
+        {"kvtally": {"ticket": "t" * 300, "role": "decode"}},
+        {"kvtally": {"ticket": "t", "role": "both"}},
+        {"kvtally": {"ticket": "t", "role": "decode", "saved_tokens": -1}},
+        {"kvtally": {"ticket": "t", "role": "decode", "saved_tokens": "all"}},
+        {"kvtally": {"ticket": "t", "role": "decode", "chain": 5}},
+    ],
+)
+def test_what_makes_no_sense_is_no_handoff(params: dict[str, Any] | None) -> None:
+    assert handoff_of(params) is None
+
+
+def request(tokens: list[int] | None, *, skip: bool = False) -> Any:
+    return SimpleNamespace(
+        prompt_token_ids=tokens,
+        _all_token_ids=list(tokens or []),
+        num_prompt_tokens=len(tokens or []),
+        max_tokens=50,
+        skip_reading_prefix_cache=skip,
+    )
+
+
+def test_prefill_stops_one_token_short() -> None:
+    given = [1, 2, 3]
+    shortened = request(given)
+    assert shorten_for_prefill(shortened)
+    assert (shortened.prompt_token_ids, shortened._all_token_ids, shortened.num_prompt_tokens) == ([1, 2], [1, 2], 2)
+    assert shortened.max_tokens == 1
+    assert given == [1, 2, 3]  # the caller's own
+
+
+@pytest.mark.parametrize("untouched", [request([1]), request(None), request([1, 2], skip=True)])
+def test_where_there_is_nothing_to_hand_over_nothing_is_changed(untouched: Any) -> None:
+    before = dict(vars(untouched))
+    assert not shorten_for_prefill(untouched)
+    assert vars(untouched) == before
+
+
+# ---- the lookup
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    bench.close()
+
+
+@pytest.fixture
+def inquiries(bench: Bench) -> Iterator[Inquiries]:
+    bench.start()
+    inquiries = Inquiries(lambda: StoreClient(str(bench.path), namespace=HYBRID))
+    inquiries.start()
+    yield inquiries
+    inquiries.stop()
+
+
+@pytest.fixture
+def prefill(bench: Bench, inquiries: Inquiries) -> Iterator[StoreClient]:
+    with StoreClient(str(bench.path), namespace=HYBRID) as client:
+        assert not isinstance(client.connect(5), Miss)
+        yield client
+
+
+def path(tokens: list[int]) -> TokenPath:
+    return TokenPath(CHUNK, Extras())
+
+
+def boundaries(tokens: list[int], end: int) -> list[Boundary]:
+    walk = path(tokens)
+    walk.extend(tokens, end)
+    whole = [walk.chunk(index) for index in range(len(walk.chains))]
+    return [*whole, walk.tail(tokens, end)] if end % CHUNK else whole
+
+
+def save(client: StoreClient, groups: dict[int, list[Boundary]]) -> None:
+    """As prefill's worker does: attention at every boundary, state where it is."""
+    objects = []
+    for group, ends in groups.items():
+        for chain, parent, start, end in ends:
+            length = 512 if group == STATE else -(-(end - start) // 16) * 64
+            objects.append((PutObject(chain, parent, start, end, group, 0, length), bytes(length)))
+    statuses = client.put(objects)
+    assert not isinstance(statuses, Miss)
+    assert set(statuses) == {PutStatus.WRITE}
+
+
+def everything(tokens: list[int] = PROMPT) -> dict[int, list[Boundary]]:
+    ends = boundaries(tokens, len(tokens) - 1)
+    return {FULL: ends, STATE: ends[-1:]}
+
+
+def handoff(client: StoreClient, **changes: Any) -> Handoff:
+    session = client.session
+    assert session is not None
+    told = Handoff(
+        ticket="t",
+        role=Role.DECODE,
+        store=session.store,
+        namespace=HYBRID.digest.hex(),
+        saved_tokens=END,
+        prompt_tokens=len(PROMPT),
+        chain=boundaries(PROMPT, END)[-1].chain.hex(),
+    )
+    return msgspec.structs.replace(told, **changes)
+
+
+def ask(inquiries: Inquiries, told: Handoff | None, wait_s: float = 2.0) -> Inquiry:
+    now_ns = time.monotonic_ns()
+    inquiry = Inquiry(PROMPT, path(PROMPT), now_ns + int(wait_s * 1e9), now_ns, (FULL,), told)
+    inquiries.ask(inquiry)
+    return inquiry
+
+
+def answer(inquiry: Inquiry) -> Answer:
+    eventually(lambda: inquiry.answer is not None)
+    assert inquiry.answer is not None
+    return inquiry.answer
+
+
+def test_a_handoff_is_found_at_exactly_its_boundary(inquiries: Inquiries, prefill: StoreClient) -> None:
+    save(prefill, everything())
+    found = answer(ask(inquiries, handoff(prefill)))
+    assert (found.end_tokens, found.ends, found.reason) == (END, [64, 128, 192, END], "")
+
+
+def test_decode_waits_for_a_writer_that_has_not_begun(inquiries: Inquiries, prefill: StoreClient) -> None:
+    inquiry = ask(inquiries, handoff(prefill), wait_s=8)
+    time.sleep(0.05)
+    assert inquiry.answer is None  # nothing is there, nothing is pending, and yet it waits
+    save(prefill, {FULL: boundaries(PROMPT, END)})
+    time.sleep(0.02)
+    assert inquiry.answer is None  # attention alone is no hit
+    save(prefill, {STATE: boundaries(PROMPT, END)[-1:]})
+    assert answer(inquiry).end_tokens == END
+
+
+def test_the_wait_ends_with_the_deadline_and_keeps_what_is_there(
+    inquiries: Inquiries, prefill: StoreClient, bench: Bench
+) -> None:
+    ends = boundaries(PROMPT, END)
+    save(prefill, {FULL: ends[:2], STATE: ends[1:2]})
+    begun = time.monotonic()
+    found = answer(ask(inquiries, handoff(prefill), wait_s=0.3))
+    assert found.end_tokens == 128
+    assert found.reason == MissReason.DEADLINE
+    assert 0.25 < time.monotonic() - begun < 2
+    assert found.lease is not None
+    inquiries.release(found.lease)
+    eventually(lambda: prefill.stats().wait().stats["leases"]["open"] == 0)  # type: ignore[union-attr,index]
+
+
+def test_without_a_handoff_nobody_waits(inquiries: Inquiries, prefill: StoreClient) -> None:
+    begun = time.monotonic()
+    found = answer(ask(inquiries, None))
+    assert (found.end_tokens, found.reason) == (0, MissReason.ABSENT)
+    assert time.monotonic() - begun < 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"store": "another"}, MissReason.FOREIGN_STORE),
+        ({"namespace": "00" * 32}, MissReason.FOREIGN_NAMESPACE),
+        ({"chain": "00" * 32}, MissReason.OTHER_TOKENS),
+        ({"saved_tokens": END + 40}, MissReason.OTHER_TOKENS),
+        ({"saved_tokens": 100}, MissReason.OTHER_TOKENS),
+    ],
+)
+def test_a_handoff_that_cannot_be_meant_for_us_is_not_waited_for(
+    inquiries: Inquiries, prefill: StoreClient, changes: dict[str, Any], reason: MissReason
+) -> None:
+    begun = time.monotonic()
+    found = answer(ask(inquiries, handoff(prefill, **changes), wait_s=8))
+    assert (found.end_tokens, found.reason) == (0, reason)
+    assert time.monotonic() - begun < 2
+
+
+def test_what_the_store_has_is_used_whatever_the_handoff_says(inquiries: Inquiries, prefill: StoreClient) -> None:
+    save(prefill, everything())
+    found = answer(ask(inquiries, handoff(prefill, store="another")))
+    assert (found.end_tokens, found.reason) == (END, "")
