@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvtally.vllm")
 
+LATE_NS = 500_000_000  # how long after its deadline an inquiry is believed to be answered yet
+
 
 @dataclass(slots=True, eq=False)
 class Track:
@@ -161,6 +163,13 @@ class SchedulerHalf:
             if track.inquiry is None:
                 self._ask(track)
             answer = track.inquiry.answer if track.inquiry is not None else track.answer
+            if (
+                answer is None
+                and track.inquiry is not None
+                and time.monotonic_ns() > track.inquiry.deadline_ns + LATE_NS
+            ):
+                track.inquiry.is_cancelled = True  # its thread has failed, or is not given the processor
+                answer = Answer(0, [], None, MissReason.DEADLINE, self._wait_ns / 1e9)
             if answer is None:
                 time.sleep(0)  # let the inquiry thread have the interpreter: an idle scheduler asks in a tight loop
                 return None, False
