@@ -136,8 +136,6 @@ class Reads:
         in_arena = view.hit.end_tokens
         if lease is not None and lease.awaited:
             in_arena = min((node.start for node, _ in lease.awaited), default=in_arena)
-        anchor = view.path[view.hit.boundaries - 1] if view.hit.boundaries else family.root
-        tails = sorted(anchor.tails)[-MOST_TAILS:] if anchor is not None and anchor.tails else []
         self._context.send(
             session,
             Found(
@@ -147,13 +145,25 @@ class Reads:
                 len(lease.awaited) if lease is not None else 0,
                 view.hopeful.end_tokens,
                 [_bitmap(row) for row in view.rows],
-                tails,
+                self._tails(family, view),
                 reason,
                 in_arena,
             ),
         )
         if lease is not None:
             self.staging.pump(now_ns)
+
+    @staticmethod
+    def _tails(family: Family, view: View) -> list[int]:
+        """Beneath the hit, and beneath every boundary beyond it that full attention reaches: where only a state is
+        missing there, an answer that ended further on has left its own."""
+        specs = family.namespace.groups
+        full = [row for spec, row in zip(specs, view.rows, strict=True) if spec.kind is GroupKind.FULL]
+        first, last = view.hit.boundaries, len(view.path)
+        reached = next((i for i in range(first, last) if not all(row[i] for row in full)), last)
+        nodes = [family.root, *view.path[:reached]][first:]
+        known = {node.end + length for node in nodes if node is not None and node.tails for length in node.tails}
+        return [end - view.hit.end_tokens for end in sorted(known)[-MOST_TAILS:]]
 
     def _reason(self, family: Family, request: Lookup, view: View) -> str:
         """Why the hit is not longer: the nearest cause, in the one list of reasons."""
