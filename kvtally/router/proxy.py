@@ -32,7 +32,7 @@ from kvtally.router.flavours.base import PrefillAnswer, ResponseUsage
 from kvtally.router.pool import Member, Pool
 from kvtally.router.relay import CLIENT_LEFT, relay
 from kvtally.router.stores import Answer, StoreReader
-from kvtally.router.tally import Matched, Tally, match
+from kvtally.router.tally import Matched, Tally, match, source_of
 from kvtally.router.tenants import Tenants
 from kvtally.router.trip import NOT_JSON, Trip
 
@@ -43,6 +43,7 @@ MOST_REQUESTS = 10_000  # at once
 MOST_BODIES_BYTES = 1 << 30  # of requests that decode has not begun to answer
 WRONG_BY = 4  # so many times more than was thought may decode have to compute; a token is not always four bytes
 UNFILED = 3  # receipts that an instance may fail to file before nobody waits for them any more
+STRICT_PATIENCE = 8  # times as long is a receipt waited for where its absence is an error
 STORE_WAIT_MS = 60_000  # the longest a store waits; a later first byte asks again
 EVIDENCE_BYTES = 32 << 20
 PREFIXES, PREFIX_LIFETIME_NS = 65_536, 900 * 1_000_000_000
@@ -340,6 +341,7 @@ class Proxy:
         trip.matched = match(receipt, note=plan.note, why_missing=why_missing)
         record = trip.record
         record.receipt, record.verdict, record.reason = receipt, trip.matched.words, trip.matched.reason
+        record.source = source_of(half)
         self._tally.keep(record)
 
     async def _receipt(self, trip: Trip, decode: Member, asked: asyncio.Future[Answer]) -> Answer:
@@ -347,7 +349,8 @@ class Proxy:
         if asked.done() and (asked.result().reason or _has_decode(asked.result())):
             decode.unfiled = 0
             return asked.result()
-        wait_ms = self._config.receipt_wait_ms
+        # A strict router would refuse an answer whose receipt is a moment late.
+        wait_ms = self._config.receipt_wait_ms * (STRICT_PATIENCE if self._config.strict else 1)
         if decode.unfiled >= UNFILED and not self._config.strict:
             return Answer(None)  # it runs without the connector; `_look_again` notices when that changes
         try:

@@ -51,10 +51,12 @@ class Outgoing(web.StreamResponse):
     async def write_eof(self, data: bytes = b"") -> None:
         return None
 
-    async def send(self, part: bytes, timeout_s: float) -> bool:
-        """Write a part, the head before the first. False where the client takes nothing for too long."""
-        if self._is_chunked and part:
-            part = b"%x\r\n%b\r\n" % (len(part), part)
+    async def send(self, part: bytes, timeout_s: float, *, is_last: bool) -> bool:
+        """Write a part, the head before the first, the end after the last, each time at once: packets are what costs.
+        False where the client takes nothing for too long."""
+        if self._is_chunked:
+            end = b"0\r\n\r\n" if is_last else b""
+            part = b"%x\r\n%b\r\n%b" % (len(part), part, end) if part else end
         if self._head:
             part, self._head = self._head + part, b""
         transport = self._request.transport
@@ -67,10 +69,6 @@ class Outgoing(web.StreamResponse):
         except TimeoutError:
             return False
         return True
-
-    async def end(self) -> None:
-        if self._is_chunked:
-            await self._request.writer.write(b"0\r\n\r\n")
 
     def cut(self, *, at_once: bool) -> None:
         """Close the connection without the end of the answer. `at_once` drops what the client has not taken, and is
@@ -91,21 +89,21 @@ async def relay(
     out = Outgoing(request, response.status, headers)
     try:
         while True:
-            if not await out.send(part, timeout_s):
+            is_last = response.is_complete
+            if not await out.send(part, timeout_s, is_last=is_last):
                 out.cut(at_once=True)
                 return out, f"the client took nothing for {timeout_s:g} s"
+            if is_last:
+                return out, ""
             is_whole_event = part.endswith(b"\n\n")
             try:
                 part = await response.read()
             except OSError as error:
                 problem = f"the engine broke off its answer: {error}"
                 if headers.get("Content-Type", "").startswith("text/event-stream"):
-                    await out.send(_error_event(problem, is_whole_event=is_whole_event), LAST_WORDS_S)
+                    await out.send(_error_event(problem, is_whole_event=is_whole_event), LAST_WORDS_S, is_last=False)
                 out.cut(at_once=False)
                 return out, problem
-            if not part:
-                await out.end()
-                return out, ""
     except OSError:
         return out, CLIENT_LEFT
 

@@ -74,6 +74,7 @@ class Record(msgspec.Struct, kw_only=True):
     stream: bool = False
     verdict: str = ""
     reason: str = ""
+    source: str = ""
     prefill: str = ""  # instance, or why none
     decode: str = ""
     retries: int = 0
@@ -86,7 +87,6 @@ class Record(msgspec.Struct, kw_only=True):
 
     def line(self) -> bytes:
         """One line of JSON, for the log."""
-        half = self.receipt.decode if self.receipt else None
         tree: dict[str, object] = {
             "time": _utc(self.at_s),
             "request": self.ticket,
@@ -94,29 +94,25 @@ class Record(msgspec.Struct, kw_only=True):
             "status": self.status,
             "stream": self.stream,
             "verdict": self.verdict,
+            "reason": self.reason,
             "prefill": self.prefill,
             "decode": self.decode,
+            "retries": self.retries,
+            "prefill_ms": round(self.prefill_ms, 3),
             "first_byte_ms": round(self.first_byte_ms, 3),
             "total_ms": round(self.total_ms, 3),
-        }
-        if half is not None:
-            tree |= {
-                "prompt_tokens": half.prompt_tokens,
-                "reused_tokens": half.reused_tokens,
-                "computed_tokens": half.computed_tokens,
-                "source": source_of(half),
-                "moved_bytes": half.moved_bytes,
-                "wait_ms": round(half.wait_ms, 3),
-                "load_ms": round(half.load_ms, 3),
-            }
-        optional = {
-            "reason": self.reason,
-            "prefill_ms": round(self.prefill_ms, 3),
-            "retries": self.retries,
             "client_request": self.client_request,
             "error": self.error,
         }
-        tree |= {name: value for name, value in optional.items() if value}
+        half = self.receipt.decode if self.receipt else None
+        if half is not None:
+            tree["prompt_tokens"] = half.prompt_tokens
+            tree["reused_tokens"] = half.reused_tokens
+            tree["computed_tokens"] = half.computed_tokens
+            tree["source"] = self.source
+            tree["moved_bytes"] = half.moved_bytes
+            tree["wait_ms"] = half.wait_ms
+            tree["load_ms"] = half.load_ms
         return msgspec.json.encode(tree) + b"\n"
 
     def tree(self) -> dict[str, object]:
@@ -173,12 +169,11 @@ class Tally:
         self.verdicts[words] += 1
         half = matched.receipt.decode
         if half is not None:
-            for name, count in zip(
-                (*_SOURCES, "computed"),
-                (half.tokens_gpu, half.tokens_host, half.tokens_disk, half.tokens_remote, half.computed_tokens),
-                strict=True,
-            ):
-                self.tokens[name] += count
+            self.tokens["gpu"] += half.tokens_gpu
+            self.tokens["host"] += half.tokens_host
+            self.tokens["disk"] += half.tokens_disk
+            self.tokens["remote"] += half.tokens_remote
+            self.tokens["computed"] += half.computed_tokens
             self.moved_bytes += half.moved_bytes
 
     def keep(self, record: Record) -> None:

@@ -19,11 +19,11 @@ from kvtally.errors import RouteError
 from kvtally.router import body as bodies
 from kvtally.router import headers as header
 from kvtally.router.body import Fields, Kind
-from kvtally.router.tally import Matched, Record, Tally, source_of
+from kvtally.router.tally import Matched, Record, Tally
 from kvtally.router.tenants import Tenants
 
 NOT_JSON = ("multipart/", "application/x-www-form-urlencoded")  # passed on as they are: no engine reads JSON in them
-LONGEST_CLIENT_ID = 128
+LONGEST_TEXT = 256  # of what a client says, in the log
 
 
 class Trip:
@@ -47,8 +47,8 @@ class Trip:
         self.record = Record(
             ticket=new_ticket(),
             at_s=time.time(),
-            path=self.path,
-            client_request=request.headers.get("X-Request-Id", "")[:LONGEST_CLIENT_ID],
+            path=_printable(self.path),
+            client_request=_printable(request.headers.get("X-Request-Id", "")),
         )
         self._begun_s = time.perf_counter()
 
@@ -103,7 +103,9 @@ class Trip:
     def refuse_reserved(self, found: list[str], config: RouterConfig, tally: Tally) -> None:
         if not found:
             return
-        tally.dropped.update(name.lower() for name in found)
+        tally.dropped.update(
+            f"{header.PREFIX}*" if name.lower().startswith(header.PREFIX) else name.lower() for name in found
+        )
         if config.strict:
             raise RouteError(
                 f"{', '.join(found)}: only the router may set this",
@@ -134,7 +136,7 @@ class Trip:
             half = matched.receipt.decode
             told["x-kvtally-reused-tokens"] = str(half.reused_tokens) if half else "unknown"
             told["x-kvtally-computed-tokens"] = str(half.computed_tokens) if half else "unknown"
-            told["x-kvtally-source"] = source_of(half)
+            told["x-kvtally-source"] = record.source
             told["x-kvtally-verdict"] = matched.words
             if matched.reason:
                 told["x-kvtally-reason"] = matched.reason
@@ -144,6 +146,11 @@ class Trip:
 def new_ticket() -> str:
     """Unguessable: whoever knows one may read its receipt."""
     return secrets.token_hex(16)
+
+
+def _printable(text: str) -> str:
+    """Whatever bytes a client sends, the log is UTF-8."""
+    return text[:LONGEST_TEXT] if text.isascii() else text[:LONGEST_TEXT].encode("utf-8", "replace").decode()
 
 
 def _too_large(limit_bytes: int) -> RouteError:

@@ -57,6 +57,11 @@ class Response:
         self.status = status
         self.headers = headers
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of it has been read."""
+        return self._connection is None or self._connection.is_complete
+
     async def read(self) -> bytes:
         """The next bytes; none at the end. Raises OSError: where the answer breaks off, or nothing comes in time."""
         connection = self._connection
@@ -174,6 +179,10 @@ class _Connection(asyncio.Protocol):
     @property
     def is_usable(self) -> bool:
         return self._state is _State.IDLE and not self._transport.is_closing()
+
+    @property
+    def is_complete(self) -> bool:
+        return self._state is _State.COMPLETE and not self._parts
 
     async def exchange(self, data: bytes, *, has_body: bool) -> Response:
         self._state, self._has_body, self.has_answered = _State.HEAD, has_body, False

@@ -861,6 +861,21 @@ class TestServer:
 
         run(test)
 
+    def test_odd_bytes_from_clients_reach_neither_log_nor_metrics(self, tmp_path: Path) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, prefill=0) as it:
+                body = b'{"prompt":"p"}'
+                head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\nX-Request-Id: \xff\xfe\r\n"
+                more = b"".join(b"X-KVTally-%d: x\r\n" % number for number in range(50))
+                reply = await _exchange(it, head % len(body) + more[:-2], body)
+                assert reply.startswith(b"HTTP/1.1 200")
+                assert (await it.lines(1))[0]["client_request"]
+                metrics = (await it.send("GET", "/metrics")).body.decode()
+                assert 'kvtally_router_dropped_total{name="x-kvtally-*"} 50.0' in metrics
+                assert "x-kvtally-1" not in metrics
+
+        run(test)
+
     def test_draining_needs_the_token_and_takes_an_instance_out(self, tmp_path: Path, store: str) -> None:
         async def test() -> None:
             async with kit(tmp_path, store=store, decode=2, token=TOKEN) as it:
@@ -983,10 +998,10 @@ async def _raw(
     return reader, writer
 
 
-async def _exchange(it: Kit, head: str, body: bytes = b"") -> bytes:
+async def _exchange(it: Kit, head: str | bytes, body: bytes = b"") -> bytes:
     """What comes back on a connection that is closed after one request."""
     reader, writer = await asyncio.open_connection("127.0.0.1", it.router.port)
-    writer.write(head.encode() + b"\r\nConnection: close\r\n\r\n" + body)
+    writer.write((head.encode() if isinstance(head, str) else head) + b"\r\nConnection: close\r\n\r\n" + body)
     async with asyncio.timeout(SOON_S):
         reply = await reader.read()
     writer.close()
