@@ -16,6 +16,8 @@ import pytest
 
 from kvtally.cli import demo_store as demo
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 50
 
 
