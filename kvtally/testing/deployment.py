@@ -92,9 +92,12 @@ def answer_of(content: bytes, headers: Mapping[str, str]) -> Answer:
     if any("error" in part for part in parts):
         raise OSError(f"the stream ended with an error: {parts[-1]}")
     found = [choice["logprobs"] for part in parts for choice in part["choices"] if choice["logprobs"]]
-    tokens = [int(token.removeprefix("token_id:")) for logprobs in found for token in logprobs["tokens"]]
-    values = [value for logprobs in found for value in logprobs["token_logprobs"]]
-    return Answer(tokens, values, told_by(headers))
+    if any("content" in logprobs for logprobs in found):  # of a chat
+        said = [(one["token"], one["logprob"]) for logprobs in found for one in logprobs["content"] or []]
+    else:
+        said = [pair for lp in found for pair in zip(lp["tokens"], lp["token_logprobs"], strict=True)]
+    tokens = [int(token.removeprefix("token_id:")) for token, _ in said]
+    return Answer(tokens, [value for _, value in said], told_by(headers))
 
 
 def told_by(headers: Mapping[str, str]) -> dict[str, str]:
@@ -183,6 +186,11 @@ class Deployment:
         """Through the router."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         return post(f"{self.router}/v1/completions", body(tokens, max_tokens, **more), headers)
+
+    @staticmethod
+    def chat(url: str, content: Mapping[str, Any]) -> Answer:
+        """A chat completion, through the router or straight from an engine."""
+        return post(f"{url}/v1/chat/completions", content)
 
     def continued(self, tokens: Sequence[int], max_tokens: int = 8) -> tuple[list[int], Answer]:
         """A prompt of one token more, and what decode's engine says to it having computed all of it but that token:

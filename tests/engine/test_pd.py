@@ -98,6 +98,18 @@ def test_a_repeat_needs_no_prefill_and_the_next_turn_goes_on(up: Deployment) -> 
     assert int(turn.told["reused-tokens"]) >= len(prompt)
 
 
+def test_a_chat_is_handed_over_as_the_tokens_that_prefill_saw(up: Deployment) -> None:
+    text = " ".join(str(number) for number in random.Random(60).choices(range(100, 1000), k=120))
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0}
+    chat |= {"ignore_eos": True, "logprobs": True, "return_tokens_as_token_ids": True}
+    alone = up.chat(up.decode, {**chat, "cache_salt": "alone"})
+    answer = up.chat(up.router, chat)
+    assert (answer.told["verdict"], answer.told["computed-tokens"]) == ("proved", "1"), answer.told
+    assert answer.tokens[0] == alone.tokens[0]  # the rest may part by rounding, see the module's docstring
+    again = up.chat(up.router, {**chat, "stream": True})
+    assert (again.told["verdict"], again.tokens) == ("local", answer.tokens)
+
+
 def test_tampered_bytes_are_computed_again(up: Deployment) -> None:
     """The negative control: one bit of what was handed over, and the receipt says why it was not reused."""
     prompt, alone = up.continued(tokens(900, 9))
