@@ -34,11 +34,19 @@ STOP_S = 60.0
 
 
 class Answer(NamedTuple):
-    """What a client got. `told`: the router's headers, without their prefix."""
+    """What a client got. `told`: the router's headers, without their prefix. `margins`: by how much each token led."""
 
     tokens: list[int]
     logprobs: list[float]
     told: dict[str, str]
+    margins: list[float] = []
+
+    def agrees_with(self, other: Answer, slack: float) -> bool:
+        """Token by token, up to one that led by less than `slack`: in a batch an engine rounds differently."""
+        for token, wanted, margin in zip(self.tokens, other.tokens, other.margins, strict=True):
+            if token != wanted:
+                return margin <= slack
+        return True
 
     def is_as(self, other: Answer, tolerance: float = 1e-3) -> bool:
         near = (abs(a - b) <= tolerance for a, b in zip(self.logprobs, other.logprobs, strict=True))
@@ -62,7 +70,7 @@ def body(tokens: Sequence[int], max_tokens: int = 8, **more: Any) -> dict[str, A
         "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
-        "logprobs": 1,
+        "logprobs": 2,
         "return_tokens_as_token_ids": True,
         **more,
     }
@@ -97,7 +105,8 @@ def answer_of(content: bytes, headers: Mapping[str, str]) -> Answer:
     else:
         said = [pair for lp in found for pair in zip(lp["tokens"], lp["token_logprobs"], strict=True)]
     tokens = [int(token.removeprefix("token_id:")) for token, _ in said]
-    return Answer(tokens, [value for _, value in said], told_by(headers))
+    tops = [sorted(top.values(), reverse=True) for lp in found for top in lp.get("top_logprobs") or []]
+    return Answer(tokens, [value for _, value in said], told_by(headers), [top[0] - top[1] for top in tops])
 
 
 def told_by(headers: Mapping[str, str]) -> dict[str, str]:
@@ -197,7 +206,7 @@ class Deployment:
         its own continuation, with nothing reused. The arithmetic is that of a handed over prompt, to the bit."""
         salted = body(tokens, max_tokens + 1, cache_salt=f"alone-{time.monotonic_ns()}")
         alone = post(f"{self.decode}/v1/completions", salted)
-        return [*tokens, alone.tokens[0]], Answer(alone.tokens[1:], alone.logprobs[1:], {})
+        return [*tokens, alone.tokens[0]], Answer(alone.tokens[1:], alone.logprobs[1:], {}, alone.margins[1:])
 
     def forget(self, *engines: str) -> None:
         """Reset engines' own prefix caches; they refuse while blocks are in use."""

@@ -20,6 +20,7 @@ from kvtally.testing.models import DENSE, GDN, SLIDING, Model, Recipe
 pytestmark = pytest.mark.engine
 
 LONGEST = 4000
+SLACK = {"float32": 1e-3, "bfloat16": 0.1}  # how much a batch may move a logprob
 
 
 @pytest.fixture(scope="module", params=[DENSE, SLIDING, GDN], ids=lambda recipe: recipe.name)
@@ -75,14 +76,14 @@ def test_a_prompt_of_one_token_has_nothing_to_hand_over(up: Deployment) -> None:
     assert alone.told["reused-tokens"] == "0"
 
 
-def test_eight_at_once(up: Deployment) -> None:
+def test_eight_at_once(up: Deployment, recipe: Recipe) -> None:
     pairs = [up.continued(tokens(300 + 37 * n, 1000 + n)) for n in range(8)]
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda pair: up.complete(pair[0], stream=True), pairs))
     for (prompt, alone), answer in zip(pairs, answers, strict=True):
         assert answer.told["verdict"] == "proved", answer.told
         assert answer.told["computed-tokens"] == "1"
-        assert answer.tokens == alone.tokens
+        assert answer.agrees_with(alone, SLACK[recipe.dtype]), (answer, alone)
         assert len(prompt) - 1 == int(answer.told["reused-tokens"])
 
 
