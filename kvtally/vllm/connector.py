@@ -63,6 +63,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 RESET_S = 5.0  # how long a reset of the cache may stop the engine
+# An engine that has nothing to compute steps in a tight loop until transfers are done, and takes the interpreter from
+# the thread that carries them out. In such steps it waits for that thread instead, so long at most.
+IDLE_WAIT_S = 0.002
 
 failures: Counter[str] = Counter()  # exceptions that the edge has turned into misses, by method
 
@@ -275,7 +278,9 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
             return KVConnectorTransferResults()
-        self._results = self._worker.collect()
+        metadata = self._connector_metadata
+        is_idle = isinstance(metadata, Metadata) and metadata.is_idle
+        self._results = self._worker.collect(IDLE_WAIT_S if is_idle else 0.0)
         return KVConnectorTransferResults(finished_recving=self._results.finished, failed_recving=self._results.failed)
 
     @edge(lambda: None)

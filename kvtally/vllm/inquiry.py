@@ -32,6 +32,7 @@ IDLE_S = 0.05
 TURN_S = 0.001  # how long one look at the socket may keep new commands waiting
 MOST_TRIES = 4  # of tails that may be another conversation's
 AGAIN_NS = 3_000_000  # between two questions for what a hand-off promised
+LONGEST_WAIT_MS = 300  # that the store may take for such a question
 
 
 class Answer(NamedTuple):
@@ -191,7 +192,8 @@ class Inquiries:
     @staticmethod
     def _hold(client: StoreClient, inquiry: Inquiry) -> Call[Lease]:
         left_s = max(0.001, (inquiry.deadline_ns - time.monotonic_ns()) / 1e9)
-        wait_ms = int(left_s * 1e3) if inquiry.promised_tokens else 0
+        # Short waits, one after the other: when time is up, the last answer is there to be used.
+        wait_ms = min(int(left_s * 500), LONGEST_WAIT_MS) if inquiry.promised_tokens else 0
         chains = b"".join(inquiry.chains)
         question = Lookup(0, chains, inquiry.ends, inquiry.limit_tokens, wait_ms=wait_ms, hold=True)
         return client.hold(question, timeout_s=left_s)

@@ -50,6 +50,7 @@ class SaveJob:
 class Metadata(KVConnectorMetadata):
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
+    is_idle: bool = False  # nothing is computed in this step: the engine only waits for transfers
 
 
 @dataclass(slots=True)

@@ -279,7 +279,7 @@ class SchedulerHalf:
         finally:
             if not is_planned:  # the edge turns this into an empty step: nobody would ever report these jobs
                 self._unhold(saves)
-        metadata = Metadata(self._loads, self._late_saves + saves)
+        metadata = Metadata(self._loads, self._late_saves + saves, is_idle=not output.total_num_scheduled_tokens)
         self._loads, self._late_saves = [], []
         return metadata
 
