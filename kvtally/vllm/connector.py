@@ -254,6 +254,13 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.register(layouts, memory.numpy(), cpu)
 
     @edge(lambda: None)
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """vLLM calls this first in every step. What finished requests left behind is saved now, not after the step's
+        forward: somebody may be waiting for a hand-off, and a step can take long."""
+        if self._worker is not None and isinstance(kv_connector_metadata, Metadata):
+            self._worker.save(kv_connector_metadata.late_saves)
+
+    @edge(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._connector_metadata
         if self._worker is not None and isinstance(metadata, Metadata):
