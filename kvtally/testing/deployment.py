@@ -31,6 +31,7 @@ from kvtally.testing.models import Model
 START_S = 400.0
 REQUEST_S = 120.0
 STOP_S = 60.0
+WAIT_MS = 15_000  # of a request for the store: on a busy machine an engine's step takes seconds
 
 
 class Answer(NamedTuple):
@@ -130,6 +131,7 @@ class Deployment:
             "env": dict(ENVIRONMENT),
             "store": {"socket": self.socket, "memory": "512MiB", **changes.pop("store", {})},
             "router": {"port": port_of(self.router), "prefill_from": 1, **changes.pop("router", {})},
+            "connector": {"wait_ms": WAIT_MS},
             "logs": str(directory / "logs"),
             **changes,
         }
