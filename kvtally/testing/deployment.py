@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 
 from kvtally.client import Miss, StoreClient
 from kvtally.errors import TransportError
-from kvtally.testing.engines import ENVIRONMENT
+from kvtally.testing.engines import ENVIRONMENT, free_port
 from kvtally.testing.models import Model
 
 START_S = 400.0
@@ -268,11 +267,6 @@ def family(pid: int) -> list[int]:
     for process in found:
         found += parents.get(process, [])
     return found
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def port_of(url: str) -> int:

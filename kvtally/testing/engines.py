@@ -216,8 +216,7 @@ class Server:
     def __init__(
         self, arguments: Mapping[str, Any], log: Path, *, environment: Mapping[str, str] | None = None
     ) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         flags = {"host": "127.0.0.1", "port": self.port, "served_model_name": "tiny", **arguments}
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_flags(flags)]
         command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--return-tokens-as-token-ids"]
@@ -369,6 +368,11 @@ def _flags(arguments: Mapping[str, Any]) -> list[str]:
         else:
             flags += [flag, str(value) if isinstance(value, str | int | float) else msgspec.json.encode(value).decode()]
     return flags
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def margin(top: Any) -> float:

@@ -150,10 +150,9 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         )
         groups = ", ".join(f"{spec.kind}×{len(spec.page_bytes[0])}/{spec.block_tokens}" for spec in layout.groups)
         log.warning(
-            "kvtally: groups [%s], chunk %d tokens, hits aligned to %d, namespace %s, store %s",
+            "kvtally: groups [%s], chunk %d tokens, namespace %s, store %s",
             groups,
             layout.namespace.chunk_tokens,
-            layout.alignment_tokens,
             layout.namespace.digest.hex()[:12],
             address,
         )

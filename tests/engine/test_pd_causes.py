@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from kvtally.testing.deployment import Answer, Refused, body, free_port, post
-from kvtally.testing.engines import Server
+from kvtally.testing.deployment import Answer, Refused, body, post
+from kvtally.testing.engines import Server, free_port
 from kvtally.testing.models import DENSE, Model, Recipe
 from tests.engine.store import StoreProcess
 
