@@ -207,7 +207,7 @@ def test_many_objects_at_once(world: World) -> None:
     client = world.client()
     made = objects()
     contents = [data for _, data in made]
-    puts = puts_of(client)
+    puts = puts_of(client, 2)
     unhashed = client.write_all(puts, contents, hashed=False)
     assert not isinstance(unhashed, Miss)
     client.put_end(unhashed).wait()
