@@ -98,6 +98,15 @@ def _bench_repeat(context: typer.Context) -> None:
     _run_module("kvtally.bench.repeat", context.args)
 
 
+@bench_app.command("gpu", context_settings=_PASS_ON, epilog="Example: kvtally bench gpu --part copies --json")
+def _bench_gpu(context: typer.Context) -> None:
+    """Measure the GPU data plane: copies, repeats, many requests at once.
+
+    Beside plain pinned copies, vLLM without a connector, and vLLM's own OffloadingConnector.
+    """
+    _run_module("kvtally.bench.gpu", context.args)
+
+
 @bench_app.command("route", context_settings=_PASS_ON, epilog="Example: kvtally bench route --json")
 def _bench_route(context: typer.Context) -> None:
     """Measure what the router adds to a request, and how many it serves.

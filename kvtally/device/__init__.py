@@ -14,7 +14,7 @@ fit their memory or slot: those are our own bugs, never a store's fault.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvtally.core.geometry import Runs
@@ -46,9 +46,9 @@ class Device(Protocol, Generic[M_contra, F]):
 
     def fence(self) -> F: ...
 
-    def save(self, memory: M_contra, moves: Sequence[Move], after: F) -> Steps: ...
+    def save(self, memory: M_contra, moves: Iterable[Move], after: F) -> Steps: ...
 
-    def load(self, memory: M_contra, moves: Sequence[Move], after: F) -> Steps: ...
+    def load(self, memory: M_contra, moves: Iterable[Move], after: F) -> Steps: ...
 
 
 def finish(steps: Steps) -> Checksums:

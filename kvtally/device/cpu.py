@@ -14,7 +14,7 @@ each would cost more than its copy. Threading: no state; any thread may call.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ def fence() -> None:
     """On the CPU whatever an engine has called is done."""
 
 
-def save(memory: Memory, moves: Sequence[Move], after: None) -> Steps:
+def save(memory: Memory, moves: Iterable[Move], after: None) -> Steps:
     """Objects into their slots, one with each step."""
     checksums: Checksums = []
     for move in moves:
@@ -51,7 +51,7 @@ def save(memory: Memory, moves: Sequence[Move], after: None) -> Steps:
     return checksums
 
 
-def load(memory: Memory, moves: Sequence[Move], after: None) -> Steps:
+def load(memory: Memory, moves: Iterable[Move], after: None) -> Steps:
     """Objects into engine memory, one with each step."""
     checksums: Checksums = []
     for move in moves:

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +34,10 @@ from kvtally.shm import Mapping
 log = logging.getLogger("kvtally.device")
 
 STAGE_BYTES = 32 << 20
-STAGES = 3  # one is filled, one is emptied, one is ready
+# So many are filled ahead: the thread that queues copies shares its interpreter with the engine, and must not keep the
+# bus waiting when its turn comes late. Loads are waited for, saves are not.
+LOAD_STAGES = 6
+SAVE_STAGES = 3
 
 try:
     from kvtally.device import kernels
@@ -48,6 +50,7 @@ class Stage:
 
     def __init__(self, device: torch.device, size_bytes: int) -> None:
         self.buffer = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self.crossed = torch.cuda.Event()  # between the two streams
         self.done = torch.cuda.Event()
         self.is_taken = False
         entries = 64 * 1024
@@ -57,20 +60,22 @@ class Stage:
         self._host_digests = torch.empty(leaves, dtype=torch.int64, pin_memory=True)
         self._digests = torch.empty(leaves, dtype=torch.int64, device=device)
 
-    def upload(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[torch.Tensor]:
-        """These arrays in the GPU's memory, in the order of the current stream."""
+    def tables(self, arrays: Sequence[Table], *, upload: bool) -> list[torch.Tensor]:
+        """These arrays where kernels read them: in pinned memory, or uploaded in the order of the current stream."""
         starts, end = [], 0
         for array in arrays:
             starts.append(end)
-            end += -(-array.size // 2) * 2
+            end += -(-array.size // 2) * 2  # kernels are compiled for tables that begin at multiples of 16 bytes
         if end > len(self._table):
             self._host_table = torch.empty(2 * end, dtype=torch.int64, pin_memory=True)
             self._table = torch.empty(2 * end, dtype=torch.int64, device=self._table.device)
         host = self._host_table.numpy()
         for start, array in zip(starts, arrays, strict=True):
             host[start : start + array.size] = array.ravel()
-        self._table[:end].copy_(self._host_table[:end], non_blocking=True)
-        return [self._table[start : start + array.size] for start, array in zip(starts, arrays, strict=True)]
+        if upload:
+            self._table[:end].copy_(self._host_table[:end], non_blocking=True)
+        place = self._table if upload else self._host_table
+        return [place[start : start + array.size] for start, array in zip(starts, arrays, strict=True)]
 
     def digests(self, count: int) -> torch.Tensor:
         if count > len(self._digests):
@@ -90,10 +95,10 @@ class Stage:
 class Lane:
     """One direction: its streams, and the stages that all its transfers share."""
 
-    def __init__(self, device: torch.device, stage_bytes: int) -> None:
+    def __init__(self, device: torch.device, stages: int, stage_bytes: int) -> None:
         self.bus = torch.cuda.Stream(device)
         self.pages = torch.cuda.Stream(device)
-        self.stages = [Stage(device, stage_bytes) for _ in range(STAGES)]
+        self.stages = [Stage(device, stage_bytes) for _ in range(stages)]
 
     def take(self) -> Stage | None:
         for stage in self.stages:
@@ -108,9 +113,28 @@ class Batch:
     """Whole objects that share a stage and a unit. Unit 0: their pages are copied one by one."""
 
     unit: int
-    indices: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)  # of each object in the stage
+    indices: list[int] = field(default_factory=list)  # among all moves of the transfer
+    moves: list[tuple[Move, int]] = field(default_factory=list)  # with where each begins in the stage
     size_bytes: int = 0
+    stage: Stage | None = None
+
+    @property
+    def last(self) -> int:
+        return self.indices[-1]
+
+    @property
+    def is_done(self) -> bool:
+        return self.stage is not None and self.stage.done.query()
+
+    def give_back(self) -> None:
+        """The stage is free as soon as the GPU has done what it was told."""
+        if self.stage is not None:
+            self.stage.done.synchronize()
+            self.stage.is_taken = False
+            self.stage = None
+
+
+Queue = Callable[[Lane, Stage, torch.Tensor, Batch], None]
 
 
 class CudaCopies:
@@ -124,8 +148,8 @@ class CudaCopies:
         if not self._uses_kernels:
             log.warning("kvtally: no Triton: pages are copied one by one and hashed on the host, which is slower")
         with torch.cuda.device(device):
-            self._in = Lane(device, self._stage_bytes)
-            self._out = Lane(device, self._stage_bytes)
+            self._in = Lane(device, LOAD_STAGES, self._stage_bytes)
+            self._out = Lane(device, SAVE_STAGES, self._stage_bytes)
             self._constants = kernels.constants(device) if self._uses_kernels else torch.empty(0)
 
     @property
@@ -140,7 +164,7 @@ class CudaCopies:
         for unit in sorted({unit for size in page_bytes if (unit := min(size & -size, 64 * 1024)) >= SHORTEST_BYTES}):
             with torch.cuda.device(self._device), torch.cuda.stream(self._out.pages):
                 table = np.full(2, stage.buffer.data_ptr() + stage.buffer.numel() // 2, dtype=np.int64)
-                addresses, leaves = stage.upload([table, leaf_rows(unit, 0, None, 0)])
+                addresses, leaves = stage.tables([table, leaf_rows(unit, 0, None, 0)], upload=True)
                 for into_buffer in (True, False):
                     self._copy_units(addresses[:1], stage.buffer, unit, into_buffer=into_buffer)
                 self._hash(stage, addresses, leaves)
@@ -184,48 +208,46 @@ class CudaCopies:
         queued.record(torch.cuda.current_stream(self._device))
         return queued
 
-    def save(self, memory: torch.Tensor, moves: Sequence[Move], after: torch.cuda.Event) -> Steps:
-        for move in moves:
-            _check(move, memory.numel(), is_whole=True)
+    def save(self, memory: torch.Tensor, moves: Iterable[Move], after: torch.cuda.Event) -> Steps:
         self._out.pages.wait_event(after)
-        return (yield from self._transfer(self._out, memory, moves))
+        return (yield from self._transfer(self._out, memory, moves, self._queue_save))
 
-    def load(self, memory: torch.Tensor, moves: Sequence[Move], after: torch.cuda.Event) -> Steps:
-        for move in moves:
-            _check(move, memory.numel(), is_whole=False)
+    def load(self, memory: torch.Tensor, moves: Iterable[Move], after: torch.cuda.Event) -> Steps:
         self._in.pages.wait_event(after)
-        return (yield from self._transfer(self._in, memory, moves))
+        return (yield from self._transfer(self._in, memory, moves, self._queue_load))
 
-    def _transfer(self, lane: Lane, memory: torch.Tensor, moves: Sequence[Move]) -> Steps:
-        checksums: Checksums = [None] * len(moves)
-        queued: deque[tuple[Batch, Stage]] = deque()
-        queue = self._queue_load if lane is self._in else self._queue_save
+    def _transfer(self, lane: Lane, memory: torch.Tensor, moves: Iterable[Move], queue: Queue) -> Steps:
+        checksums: Checksums = []
+        queued: deque[Batch] = deque()
         try:
-            for batch in self._batches(memory, moves):
+            for batch in self._batches(memory, moves, is_whole=lane is self._out):
+                checksums += [None] * (batch.last + 1 - len(checksums))
                 while (stage := lane.take()) is None:
-                    if queued and queued[0][1].done.query():
-                        self._collect(*queued.popleft(), moves, checksums)
+                    if queued and queued[0].is_done:
+                        self._collect(queued.popleft(), checksums)
                     else:  # waits for our own oldest, or for somebody else's
                         yield False
-                queued.append((batch, stage))
+                batch.stage = stage
+                queued.append(batch)
                 with torch.cuda.device(self._device):
-                    queue(lane, stage, memory, moves, batch)
+                    queue(lane, stage, memory, batch)
                 yield True
             while queued:
-                while not queued[0][1].done.query():
+                while not queued[0].is_done:
                     yield False
-                self._collect(*queued.popleft(), moves, checksums)
+                self._collect(queued.popleft(), checksums)
         finally:  # an error, or nobody wants this any more: what the GPU was told to do, it does
-            for _, stage in queued:
-                stage.done.synchronize()
-                stage.is_taken = False
+            for batch in queued:
+                batch.give_back()
         return checksums
 
-    def _batches(self, memory: torch.Tensor, moves: Sequence[Move]) -> Iterator[Batch]:
-        """Objects of one unit together, as many as a stage holds."""
+    def _batches(self, memory: torch.Tensor, moves: Iterable[Move], *, is_whole: bool) -> Iterator[Batch]:
+        """Objects of one unit together, as many as a stage holds. Moves are taken one by one: while the first are on
+        their way, the next are still being worked out."""
         base = memory.data_ptr()
         open_batches: dict[int, Batch] = {}
         for index, move in enumerate(moves):
+            _check(move, memory.numel(), is_whole=is_whole)
             length = _length(move)
             unit = unit_bytes(move.runs, length, base) if self._uses_kernels else 0
             batch = open_batches.get(unit)
@@ -235,68 +257,71 @@ class CudaCopies:
             if batch is None:
                 batch = open_batches[unit] = Batch(unit)
             batch.indices.append(index)
-            batch.starts.append(batch.size_bytes)
-            batch.size_bytes += -(-length // 256) * 256
+            batch.moves.append((move, batch.size_bytes))
+            batch.size_bytes += -(-length // SHORTEST_BYTES) * SHORTEST_BYTES
         yield from open_batches.values()
 
-    def _queue_load(self, lane: Lane, stage: Stage, memory: torch.Tensor, moves: Sequence[Move], batch: Batch) -> None:
+    def _queue_load(self, lane: Lane, stage: Stage, memory: torch.Tensor, batch: Batch) -> None:
         with torch.cuda.stream(lane.bus):
-            for index, start in zip(batch.indices, batch.starts, strict=True):
-                for part in self._host(moves[index].pieces, writable=False):
+            # The tables go first: on another stream they would wait for whatever the bus is carrying.
+            tables = self._tables(stage, memory, batch, in_stage=False) if batch.unit else None
+            for move, start in batch.moves:
+                for part in self._host(move.pieces, writable=False):
                     stage.buffer[start : start + part.numel()].copy_(part, non_blocking=True)
                     start += part.numel()
-            landed = torch.cuda.Event()
-            landed.record()
+            stage.crossed.record()
         with torch.cuda.stream(lane.pages):
-            lane.pages.wait_event(landed)
-            self._move_pages(stage, memory, moves, batch, into_stage=False)
+            lane.pages.wait_event(stage.crossed)
+            self._move_pages(stage, memory, batch, tables, into_stage=False)
             stage.done.record()
 
-    def _queue_save(self, lane: Lane, stage: Stage, memory: torch.Tensor, moves: Sequence[Move], batch: Batch) -> None:
+    def _queue_save(self, lane: Lane, stage: Stage, memory: torch.Tensor, batch: Batch) -> None:
         with torch.cuda.stream(lane.pages):
-            self._move_pages(stage, memory, moves, batch, into_stage=True)
-            gathered = torch.cuda.Event()
-            gathered.record()
+            tables = self._tables(stage, memory, batch, in_stage=True) if batch.unit else None
+            self._move_pages(stage, memory, batch, tables, into_stage=True)
+            stage.crossed.record()
         with torch.cuda.stream(lane.bus):
-            lane.bus.wait_event(gathered)
-            for index, start in zip(batch.indices, batch.starts, strict=True):
-                for part in self._host(moves[index].pieces, writable=True):
+            lane.bus.wait_event(stage.crossed)
+            for move, start in batch.moves:
+                for part in self._host(move.pieces, writable=True):
                     part.copy_(stage.buffer[start : start + part.numel()], non_blocking=True)
                     start += part.numel()
             stage.done.record()
 
+    def _tables(self, stage: Stage, memory: torch.Tensor, batch: Batch, *, in_stage: bool) -> list[torch.Tensor]:
+        """For kernels: where units lie, where what is hashed lies, and its leaves. Those of a save are read once for
+        each unit and leaf, straight from the host's memory; those of a load for each stripe, so they are uploaded."""
+        base = memory.data_ptr()
+        table = np.concatenate([unit_addresses(move.runs, _length(move), base, batch.unit) for move, _ in batch.moves])
+        hashed, leaves = self._leaves(stage, batch, table, in_stage=in_stage)
+        return stage.tables([table, hashed, leaves], upload=not in_stage)
+
     def _move_pages(
-        self, stage: Stage, memory: torch.Tensor, moves: Sequence[Move], batch: Batch, *, into_stage: bool
+        self, stage: Stage, memory: torch.Tensor, batch: Batch, tables: list[torch.Tensor] | None, *, into_stage: bool
     ) -> None:
         """On the current stream: pages to the stage or back, and digests of what was saved or has landed."""
-        chosen = [(moves[index], start) for index, start in zip(batch.indices, batch.starts, strict=True)]
-        if not batch.unit:
-            for move, start in chosen:
-                for run in move.runs:
-                    page = memory[run.engine_offset : run.engine_offset + run.length]
-                    place = stage.buffer[start + run.object_offset : start + run.object_offset + run.length]
-                    place.copy_(page) if into_stage else page.copy_(place)
+        if tables is not None:
+            units, hashed, leaves = tables
+            self._copy_units(units, stage.buffer, batch.unit, into_buffer=into_stage)
+            if len(leaves):
+                self._hash(stage, hashed, leaves)
             return
-        pages = [unit_addresses(move.runs, _length(move), memory.data_ptr(), batch.unit) for move, _ in chosen]
-        table = np.concatenate(pages)
-        hashed, leaves = self._leaves(stage, batch, chosen, table, in_stage=into_stage)
-        uploaded = stage.upload([table, hashed, leaves])
-        self._copy_units(uploaded[0], stage.buffer, batch.unit, into_buffer=into_stage)
-        if len(leaves):
-            self._hash(stage, uploaded[1], uploaded[2])
+        for move, start in batch.moves:
+            for run in move.runs:
+                page = memory[run.engine_offset : run.engine_offset + run.length]
+                place = stage.buffer[start + run.object_offset : start + run.object_offset + run.length]
+                place.copy_(page) if into_stage else page.copy_(place)
 
-    def _leaves(
-        self, stage: Stage, batch: Batch, chosen: Sequence[tuple[Move, int]], table: Table, *, in_stage: bool
-    ) -> tuple[Table, Table]:
+    def _leaves(self, stage: Stage, batch: Batch, table: Table, *, in_stage: bool) -> tuple[Table, Table]:
         """Addresses of what is hashed, and the leaves: what left is hashed in the stage, because it is this that is
         saved; what came back where it landed, and in the stage what the engine did not want of it."""
         base = stage.buffer.data_ptr()
         if in_stage:
-            hashed = np.array([base + start for _, start in chosen], dtype=np.int64)
+            hashed = np.array([base + start for _, start in batch.moves], dtype=np.int64)
         else:
             hashed = np.where(table == 0, base + np.arange(len(table)) * batch.unit, table)
         rows, digest = [], 0
-        for number, (move, start) in enumerate(chosen):
+        for number, (move, start) in enumerate(batch.moves):
             if move.seed is None:
                 continue
             length = _length(move)
@@ -314,20 +339,20 @@ class CudaCopies:
         kernels.leaf_digests[(count,)](table, leaves, self._constants, stage.digests(count), num_warps=1)
         stage.download(count)
 
-    def _collect(self, batch: Batch, stage: Stage, moves: Sequence[Move], checksums: Checksums) -> None:
-        """A stage is done: its objects' checksums, and it is free again."""
+    def _collect(self, batch: Batch, checksums: Checksums) -> None:
+        """A batch is done: its objects' checksums, and its stage is free again."""
+        assert batch.stage is not None
         digest = 0
-        for index in batch.indices:
-            move = moves[index]
+        for index, (move, _) in zip(batch.indices, batch.moves, strict=True):
             if move.seed is None:
                 continue
             if batch.unit:
                 count = leaf_count(_length(move))
-                checksums[index] = root(stage.digest_bytes(digest, count), move.seed)
+                checksums[index] = root(batch.stage.digest_bytes(digest, count), move.seed)
                 digest += count
             else:
                 checksums[index] = checksum(move.pieces, move.seed)
-        stage.is_taken = False
+        batch.give_back()
 
 
 def _length(move: Move) -> int:

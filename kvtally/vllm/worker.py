@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,24 +199,34 @@ class WorkerHalf:
         if isinstance(slots, Miss):
             return LoadReport(reason=slots.reason)
         is_verified = lease.session.verify_reads
-        wanted = []
-        for slot in slots:
-            ids, skip = self._targets(job, slot.index, slot.key.group)
-            if ids:
-                where = runs(self._layouts[slot.key.group], ids, skip_blocks=skip)
-                wanted.append((slot, Move(where, slot.pieces, slot.seed if is_verified else None)))
-        if self._wanted(job) - {(slot.index, slot.key.group) for slot, _ in wanted}:
-            # The lease does not cover what was promised: never leave a block unwritten.
+        targets = {}
+        for index in range(len(job.ends)):
+            for group in range(len(self._layout.groups)):
+                ids, skip = self._targets(job, index, group)
+                if ids:
+                    targets[index, group] = ids, skip
+        wanted = [slot for slot in slots if (slot.index, slot.key.group) in targets]
+        if len(wanted) < len(targets):  # the lease does not cover what was promised: never leave a block unwritten
             return LoadReport(reason=MissReason.ABSENT)
-        moves = [move for _, move in wanted]
-        checksums = yield from self._device.load(self._memory, moves, fence)
-        landed = list(zip((slot for slot, _ in wanted), checksums, strict=True))
+        moved_bytes = 0
+
+        def moves() -> Iterator[Move]:
+            """Worked out while the first are on their way."""
+            nonlocal moved_bytes
+            for slot in wanted:
+                ids, skip = targets[slot.index, slot.key.group]
+                where = runs(self._layouts[slot.key.group], ids, skip_blocks=skip)
+                moved_bytes += int(where.lengths.sum())
+                yield Move(where, slot.pieces, slot.seed if is_verified else None)
+
+        checksums = yield from self._device.load(self._memory, moves(), fence)
+        landed = list(zip(wanted, checksums, strict=True))
         for slot, checksum in landed if is_verified else landed[-1:]:  # all share one lease
             missed = client.accept(slot, checksum)
             if missed is not None:
                 client.release([lease])  # reports what did not verify
                 return LoadReport(reason=missed.reason)
-        return LoadReport(sum(int(move.runs.lengths.sum()) for move in moves), verified=is_verified)
+        return LoadReport(moved_bytes, verified=is_verified)
 
     def _targets(self, job: LoadJob, index: int, group: int) -> tuple[list[int], int]:
         """The blocks that this object is to be written to, and how many of its leading blocks are not."""
@@ -225,14 +235,6 @@ class WorkerHalf:
         whole = chunk_block_range(spec, start, end)
         part = needed_blocks(spec, start, end, hit_tokens=job.hit_tokens, have_tokens=job.have_tokens)
         return job.tables[group][part.start : part.stop], part.start - whole.start
-
-    def _wanted(self, job: LoadJob) -> set[tuple[int, int]]:
-        return {
-            (index, group)
-            for index in range(len(job.ends))
-            for group in range(len(self._layout.groups))
-            if self._targets(job, index, group)[0]
-        }
 
     def _save(self, job: SaveJob, fence: Any, client: StoreClient) -> Turns:
         begun = time.monotonic()
@@ -258,7 +260,7 @@ class WorkerHalf:
         given = [(put, item) for put, item in zip(puts, job.items, strict=True) if put.status is PutStatus.WRITE]
         if not given:
             return 0, is_whole
-        moves = [Move(runs(self._layouts[item.group], item.block_ids), put.pieces, put.seed) for put, item in given]
+        moves = (Move(runs(self._layouts[item.group], item.block_ids), put.pieces, put.seed) for put, item in given)
         checksums = yield from self._device.save(self._memory, moves, fence)
         commit = [(put, checksum) for (put, _), checksum in zip(given, checksums, strict=True) if checksum is not None]
         ended = client.put_end(commit=commit, timeout_s=CALL_S).wait()

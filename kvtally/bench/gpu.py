@@ -1,0 +1,212 @@
+"""`kvtally bench gpu`: what the GPU data plane reaches, each figure beside a limit or a peer of the same run.
+
+    limits   plain pinned copies, small blocks one by one, memcpy, disk
+    copies   saves and loads through `device.cuda`, for pages of several sizes, with and without verification
+    repeat   vLLM without a connector, with its OffloadingConnector, with kvtally: cold, repeat, GPU prefix hit
+    busy     the same engines: many repeats arrive while others decode
+
+Owns the plan and the command. Whatever needs the GPU runs in processes of its own (`bench.gpu_copies`,
+`bench.gpu_engine`, through `bench.gpu_child`), one at a time; a part that fails is reported and the others go on. What
+is known so far goes to --out after every step. `bench.gpu_arms` drives engines, `bench.gpu_report` judges. Threading:
+none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import msgspec
+from rich.console import Console
+
+from kvtally import __version__
+from kvtally.bench.gpu_arms import QUICK, Bench, EngineBench, Job, Scale
+from kvtally.bench.gpu_child import Child
+from kvtally.bench.gpu_copies import CASES, MeasureCopies, Measured, MeasureLimits, Probe
+from kvtally.bench.gpu_engine import SHAPES
+from kvtally.bench.gpu_report import ENGINES, Figures, Machine, complete, page
+from kvtally.errors import ConfigError, KVTallyError
+
+PARTS = ("limits", "copies", "repeat", "busy")
+BUSY_SHAPES = ("dense-8b",)
+PROBE_S = 120.0
+COPIES_S = 240.0
+MACHINE_REMEDY = "Run it on a machine with an NVIDIA GPU, in the Python that has vLLM with CUDA."
+SHAPES_REMEDY = "Leave out --shape, or add --part repeat."
+
+
+def plan(parts: Sequence[str], shapes: Sequence[str], engines: Sequence[str]) -> list[Job]:
+    """What to do, in this order. Nothing chosen: everything; requests at once are for a small model then."""
+    wanted = set(parts or PARTS)
+    busy_shapes = set(shapes) if shapes and "busy" in parts else set(BUSY_SHAPES)
+    jobs = [Job("limits")] if "limits" in wanted else []
+    if "copies" in wanted:
+        jobs += [Job("copies", case) for case in CASES]
+    for shape in [name for name in SHAPES if not shapes or name in shapes]:
+        repeat, busy = "repeat" in wanted, "busy" in wanted and shape in busy_shapes
+        if repeat or busy:
+            chosen = [name for name in ENGINES if not engines or name in engines]
+            jobs += [Job("engine", None, shape, engine, repeat, busy) for engine in chosen]
+    return jobs
+
+
+def run(bench: Bench, jobs: Sequence[Job]) -> None:
+    """Job by job; one that fails costs its own figures only."""
+    for job in jobs:
+        bench.tell(job.name)
+        try:
+            if job.part == "engine":
+                EngineBench(bench, job).run()
+            else:
+                _copies(bench, job)
+        except (KVTallyError, OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
+            bench.figures.failures[job.name] = str(error)
+            bench.tell(f"{job.name} FAILED: {error}")
+        bench.publish()
+
+
+def _copies(bench: Bench, job: Job) -> None:
+    scale = bench.scale
+    with bench.child("kvtally.bench.gpu_copies", job.part) as child:
+        if job.case is None:
+            asked = MeasureLimits(directory=str(bench.disk), sample_bytes=scale.sample_bytes, samples=scale.samples)
+            bench.figures.limits = child.ask(asked, Measured, COPIES_S).limits
+        else:
+            wanted = MeasureCopies(case=job.case, sample_bytes=scale.sample_bytes, samples=scale.samples)
+            bench.figures.copies += child.ask(wanted, Measured, COPIES_S).copies
+
+
+# ---- the command
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code says whether all could be measured and outputs were equal, not whether targets were met."""
+    options = _parser().parse_args(arguments)
+    jobs = plan(options.part, options.shape, options.engine)
+    if not jobs:
+        raise ConfigError(
+            "nothing to measure: these parts, shapes and engines have nothing in common", remedy=SHAPES_REMEDY
+        )
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
+    begun = time.monotonic()
+    console = Console(stderr=True, highlight=False)
+    figures = Figures(version=__version__, commit=_commit(), quick=options.quick)
+
+    def publish() -> None:
+        figures.elapsed_s = time.monotonic() - begun
+        complete(figures)
+        if options.out:
+            _write(Path(options.out), figures)
+
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtally-")))
+        disk = Path(stack.enter_context(_directory(options.dir)))
+        logs = _made(Path(options.logs)) if options.logs else directory
+        figures.machine = _machine(directory, needs_vllm=any(job.part == "engine" for job in jobs))
+        publish()
+        bench = Bench(
+            scale=QUICK if options.quick else Scale(),
+            figures=figures,
+            directory=directory,
+            disk=disk,
+            logs=logs,
+            reads_disk=options.disk,
+            tell=lambda what: console.print(f"{time.monotonic() - begun:6.0f} s  {what}", markup=False),
+            publish=publish,
+        )
+        run(bench, jobs)
+    publish()
+    if options.json:
+        sys.stdout.write(_json(figures) + "\n")
+    else:
+        Console(highlight=False).print(page(figures))
+    is_equal = all(repeat.outputs_equal is not False for repeat in figures.repeat.values())
+    return 0 if is_equal and not figures.failures else 1
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _machine(directory: Path, *, needs_vllm: bool) -> Machine:
+    """What we are on. Raises ConfigError where this bench cannot run."""
+    for module in ("torch", *(["vllm"] if needs_vllm else [])):
+        if find_spec(module) is None:
+            raise ConfigError(f"{module} is not installed for this Python", remedy=MACHINE_REMEDY, code="KV-106")
+    with Child("kvtally.bench.gpu_copies", directory / "probe.log") as child:
+        machine = child.ask(Probe(), Machine, PROBE_S)
+    if not machine.gpu:
+        what = f"torch {machine.torch} finds no CUDA device"
+        raise ConfigError(what, remedy=MACHINE_REMEDY, code="KV-106")
+    return machine
+
+
+def _commit() -> str:
+    """Of the source that runs, where it is a checkout."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _json(figures: Figures) -> str:
+    return msgspec.json.format(msgspec.json.encode(figures), indent=2).decode()
+
+
+def _write(path: Path, figures: Figures) -> None:
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(_json(figures) + "\n", encoding="utf-8")
+    beside.replace(path)
+
+
+def _made(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    return path.resolve()
+
+
+def _directory(parent: str | None) -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="kvtally-bench-", dir=parent)
+    except OSError as error:
+        what = f"--dir {parent} cannot be used: {error}"
+        raise ConfigError(what, remedy="Give a directory that you can write to.", code="KV-103") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvtally bench gpu",
+        description="Measure the GPU data plane, each figure beside a limit or a peer of the same run. Needs a GPU.",
+    )
+    parser.add_argument("--part", action="append", choices=PARTS, default=[], help="only this part; may be repeated")
+    parser.add_argument("--shape", action="append", choices=list(SHAPES), default=[], help="only this model's shape")
+    parser.add_argument(
+        "--engine", action="append", choices=ENGINES, default=[], help="only this engine; others: no ratios"
+    )
+    parser.add_argument(
+        "--disk",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="repeat from disk after a restart (dense-8b: yes)",
+    )
+    parser.add_argument("--dir", metavar="DIR", help="on the disk to measure (default: the temporary directory)")
+    parser.add_argument("--out", metavar="FILE", help="write what is known so far as JSON, after every step")
+    parser.add_argument("--logs", metavar="DIR", help="keep the logs of engines there")
+    parser.add_argument("--quick", action="store_true", help="few samples; figures are rough")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,310 @@
+"""One engine of `kvtally bench gpu`: started, warmed up, asked for prompts cold and again, watched under load, ended.
+
+Owns what an engine is asked and in which order: the same for each connector. Engines (`bench.gpu_engine`) and stores
+are processes of their own; nothing here needs a GPU. Neighbours: `bench.gpu` (left: which engines, and what becomes of
+the figures), `bench.gpu_report` (right: what they mean). Threading: none.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from kvtally.bench.gpu_child import Child
+from kvtally.bench.gpu_copies import GIB, Case, disk_read_gbps
+from kvtally.bench.gpu_engine import SHAPES, Answer, Ask, Ready, Settle, Source, Start, Watch, Watched
+from kvtally.bench.gpu_report import Arm, Busy, BusyArm, DiskArm, Figures, Repeat, latency
+from kvtally.bench.processes import Daemon
+from kvtally.bench.repeat import Ledger
+from kvtally.bench.repeat_report import view
+from kvtally.core.receipts import Half
+from kvtally.errors import TransportError
+from kvtally.machine import disk_usable_bytes
+from kvtally.units import human_size
+
+START_S = 420.0  # kernels are compiled the first time
+ASK_S = 120.0
+WATCH_S = 240.0
+RECEIPT_S = 10.0
+SETTLE_TURNS = 4  # of a minute each: a disk may be slow
+WARM_UP_SEEDS = (1, 2)
+FILL_SEED = 1_000
+BUSY_SEED = 5_000
+DECODE_SEED = 9_000
+DECODES = 4
+
+
+class Scale(NamedTuple):
+    """How much is measured. `fills` and `repeats` are at most what the shape says."""
+
+    sample_bytes: int = GIB
+    samples: int = 9
+    fills: int = 1_000
+    repeats: int = 9
+    rounds: int = 3
+
+
+QUICK = Scale(sample_bytes=GIB // 4, samples=3, fills=3, repeats=2, rounds=1)
+
+
+class Job(NamedTuple):
+    """One step of the plan, which runs in a process of its own."""
+
+    part: str  # limits, copies, engine
+    case: Case | None = None
+    shape: str = ""
+    engine: str = ""
+    repeat: bool = False
+    busy: bool = False
+
+    @property
+    def name(self) -> str:
+        if self.case is not None:
+            return f"copies, {self.case.name}"
+        return f"{self.shape}, {self.engine}" if self.engine else self.part
+
+
+class Book(Ledger):
+    """The store's receipts, when other requests are made too."""
+
+    def __enter__(self) -> Book:
+        return self
+
+    def half_of(self, prompt_tokens: int) -> Half:
+        """The account of the newest request with a prompt of this length."""
+        deadline = time.monotonic() + RECEIPT_S
+        while time.monotonic() < deadline:
+            for receipt in self._last():
+                decode = receipt.decode
+                if decode is not None and decode.prompt_tokens == prompt_tokens and receipt.ticket not in self._seen:
+                    self._seen.add(receipt.ticket)
+                    return decode
+            time.sleep(0.005)
+        raise TransportError(f"no receipt came within {RECEIPT_S:g} s", remedy="See the logs of store and engine.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What the jobs of one run have in common. `disk`: a directory on the disk that is measured."""
+
+    scale: Scale
+    figures: Figures
+    directory: Path
+    disk: Path
+    logs: Path
+    reads_disk: bool | None  # after a restart; None: as the shape says
+    tell: Callable[[str], None]
+    publish: Callable[[], None]
+
+    def child(self, module: str, name: str) -> Child:
+        return Child(module, self.logs / f"{name.replace(', ', '-')}.log")
+
+    def start(self, job: Job, name: str, store: str, stack: ExitStack) -> tuple[Child, float]:
+        """An engine, ready, and the seconds that this took."""
+        child = stack.enter_context(self.child("kvtally.bench.gpu_engine", name))
+        begun = time.monotonic()
+        start = Start(
+            shape=job.shape,
+            connector=job.engine,
+            directory=str(self.directory / "models"),
+            store=store,
+            most_requests=32 if job.busy else 8,
+        )
+        ready = child.ask(start, Ready, START_S)
+        self.figures.machine = msgspec.structs.replace(self.figures.machine, vllm=ready.engine)
+        return child, time.monotonic() - begun
+
+    def disk_of(self, shape: str) -> Path | None:
+        """Where the store keeps what is to be read after a restart; None: that is not measured."""
+        wanted = SHAPES[shape].reads_disk if self.reads_disk is None else self.reads_disk
+        if not wanted:
+            return None
+        needed_bytes = SHAPES[shape].host_bytes
+        if disk_usable_bytes(self.disk) < needed_bytes:
+            self.tell(f"{shape}: {self.disk} has no room for {human_size(needed_bytes)}: not read from disk")
+            return None
+        return self.disk / shape
+
+    def store(self, shape: str, name: str, disk: Path | None) -> Daemon:
+        return Daemon(self.directory, name, memory_bytes=SHAPES[shape].host_bytes, disk=disk)
+
+
+class EngineBench:
+    """One engine of one shape: cold, repeats and hits, then requests that arrive while it decodes."""
+
+    def __init__(self, bench: Bench, job: Job) -> None:
+        self._bench = bench
+        self._job = job
+        self._shape = SHAPES[job.shape]
+        fills = min(self._shape.fills, bench.scale.fills)
+        self._seeds = range(FILL_SEED, FILL_SEED + fills)
+        self._repeated = self._seeds[: bench.scale.repeats]
+        self._arm = Arm()
+        self._daemon: Daemon | None = None
+
+    def run(self) -> None:
+        job, bench = self._job, self._bench
+        disk = bench.disk_of(job.shape) if job.engine == "kvtally" and job.repeat else None
+        with ExitStack() as stack:
+            if job.engine == "kvtally":
+                self._daemon = stack.enter_context(bench.store(job.shape, f"{job.shape}-store", disk))
+            store = self._daemon.socket if self._daemon is not None else ""
+            child, start_s = bench.start(job, job.name, store, stack)
+            bench.tell(f"  started in {start_s:.0f} s")
+            if self._daemon is not None:
+                self._daemon.wait_populated()
+            self._warm_up(child)
+            if job.repeat:
+                self._arm.start_s = start_s
+                self._repeat(child)
+            if job.busy:
+                self._busy(child)
+            if disk is not None:
+                self._settle(child)
+        if disk is not None:
+            self._from_disk(disk)
+
+    # ---- one request at a time
+
+    def _warm_up(self, child: Child) -> None:
+        """Every way once that will be timed: kernels are compiled, memory gets pinned."""
+        for seed in WARM_UP_SEEDS:
+            self._ask(child, seed)
+            self._settle(child)
+            self._ask(child, seed, forget=True)
+            self._ask(child, seed)
+
+    def _repeat(self, child: Child) -> None:
+        figures, arm = self._bench.figures, self._arm
+        shape = figures.repeat.setdefault(self._job.shape, Repeat())
+        shape.prompt_tokens, shape.fills = self._shape.prompt_tokens, len(self._seeds)
+        shape.place(self._job.engine, arm)
+        for seed in self._seeds:  # saves of one prompt go on while the next is computed, as under load
+            self._note("cold", seed, self._ask(child, seed, drain=False))
+        arm.saved_bytes = self._settle(child)
+        self._bench.publish()
+        halves: dict[str, list[Half]] = {"repeat": [], "gpu_hit": []}
+        with ExitStack() as stack:
+            book = stack.enter_context(Book(self._daemon)) if self._daemon is not None else None
+            for seed in self._repeated:
+                for way in ("repeat", "gpu_hit"):
+                    self._note(way, seed, self._ask(child, seed, forget=way == "repeat"))
+                    if book is not None:
+                        halves[way].append(book.half_of(self._shape.prompt_tokens))
+        arm.receipts = {way: view(each) for way, each in halves.items() if each}
+        self._bench.publish()
+        self._bench.tell(
+            f"  cold {arm.cold_s * 1e3:.1f} ms, repeat {arm.repeat_s * 1e3:.1f} ms ({arm.repeat_cached_tokens:,} "
+            f"cached), GPU hit {arm.gpu_hit_s * 1e3:.1f} ms"
+        )
+
+    def _from_disk(self, disk: Path) -> None:
+        """Store and engine anew: the first repeats come from disk."""
+        job, bench = self._job, self._bench
+        bench.tell(f"{job.shape}, {job.engine}, after a restart, from disk")
+        _drop_pages(disk)
+        limit = disk_read_gbps(disk.parent)
+        halves, answers = [], []
+        with ExitStack() as stack:
+            self._daemon = stack.enter_context(bench.store(job.shape, f"{job.shape}-restarted", disk))
+            child, _ = bench.start(job, f"{job.name}, restarted", self._daemon.socket, stack)
+            self._daemon.wait_populated()
+            self._ask(child, FILL_SEED - 1)
+            self._settle(child)
+            self._ask(child, FILL_SEED - 1, forget=True)
+            with Book(self._daemon) as book:
+                for seed in self._repeated:
+                    answers.append(self._ask(child, seed))
+                    halves.append(book.half_of(self._shape.prompt_tokens))
+        bench.figures.repeat[job.shape].disk = disk_arm([answer.seconds for answer in answers], halves, limit.gbps)
+
+    def _ask(self, child: Child, seed: int, *, forget: bool = False, drain: bool = True) -> Answer:
+        ask = Ask(seed=seed, tokens=self._shape.prompt_tokens, forget=forget, drain=drain)
+        return child.ask(ask, Answer, ASK_S)
+
+    def _note(self, way: str, seed: int, answer: Answer) -> None:
+        self._arm.samples.setdefault(way, []).append(answer.seconds)
+        self._arm.cached_tokens.setdefault(way, []).append(answer.cached_tokens)
+        self._arm.first_tokens.setdefault(str(seed), []).append(answer.first_token)
+
+    def _settle(self, child: Child) -> int:
+        """Wait until everything is saved; the bytes that the store has taken so far."""
+        for turn in range(SETTLE_TURNS):
+            child.ask(Settle(), Answer, ASK_S)
+            if self._daemon is None:
+                return 0
+            try:
+                with Book(self._daemon) as book:
+                    return book.wait_saved()
+            except TransportError:
+                if turn == SETTLE_TURNS - 1:
+                    raise
+        raise AssertionError
+
+    # ---- requests that arrive while others decode
+
+    def _busy(self, child: Child) -> None:
+        shape, figures = self._shape, self._bench.figures
+        busy = figures.busy.setdefault(self._job.shape, Busy())
+        busy.requests, busy.prompt_tokens, busy.decodes = shape.busy_requests, shape.busy_prompt_tokens, DECODES
+        seeds = list(range(BUSY_SEED, BUSY_SEED + shape.busy_requests))
+        for seed in seeds:
+            child.ask(Ask(seed=seed, tokens=shape.busy_prompt_tokens, drain=False), Answer, ASK_S)
+        self._settle(child)
+        arm = BusyArm()
+        busy.place(self._job.engine, arm)
+        found: dict[Source, list[Watched]] = {source: [] for source in Source}
+        for number in range(self._bench.scale.rounds + 1):
+            for place, source in enumerate(Source):
+                first = DECODE_SEED + DECODES * (number * len(Source) + place)  # new ones: nobody has their KV
+                watch = Watch(
+                    source=source,
+                    seeds=seeds,
+                    tokens=shape.busy_prompt_tokens,
+                    decode_seeds=list(range(first, first + DECODES)),
+                )
+                watched = child.ask(watch, Watched, WATCH_S)
+                self._settle(child)
+                if number:  # the first round warms up
+                    found[source].append(watched)
+        for source, rounds in found.items():
+            arm.itl[source] = latency([gap for each in rounds for gap in each.gaps_s])
+            if source is not Source.ALONE:
+                arm.ttft[source] = latency([first for each in rounds for first in each.firsts_s])
+                arm.cached_tokens[source] = min(count for each in rounds for count in each.cached_tokens)
+        self._bench.publish()
+
+
+def disk_arm(seconds: Sequence[float], halves: Sequence[Half], limit_gbps: float) -> DiskArm:
+    """What came from disk, over the time it took, beside what that disk can do."""
+    seen = view(halves)
+    repeat_s = statistics.median(seconds)
+    gbps = seen.moved_bytes / repeat_s / 1e9
+    return DiskArm(
+        repeat_s=repeat_s,
+        cached_tokens=seen.tokens_disk + seen.tokens_host + seen.tokens_gpu,
+        moved_bytes=seen.moved_bytes,
+        gbps=gbps,
+        staged_gbps=seen.moved_bytes / seen.wait_ms / 1e6 if seen.wait_ms > 0 else 0.0,
+        limit_gbps=limit_gbps,
+        ratio=gbps / limit_gbps,
+        receipt=seen,
+        samples=list(seconds),
+    )
+
+
+def _drop_pages(directory: Path) -> None:
+    """So that what comes from disk comes from the disk."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # dirty pages stay
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,113 @@
+"""A measuring process of `kvtally bench gpu`, from both ends: the bench's (`Child`) and the process's own (`serve`).
+
+    bench.gpu ──one JSON line: what to measure──▶ stdin    ┌ python -m kvtally.bench.gpu_copies ┐
+              ◀──one JSON line: what came out───  stdout   └ or gpu_engine; its log is stderr    ┘
+
+Whatever needs a GPU runs in such a process: a crash there costs one part of the bench, and its memory is free
+afterwards. Owns the pipe and the process's end: it leads a process group, which ends when its stdin does, by force if
+need be. Every wait has a deadline. Threading: in the process one thread reads stdin, the main thread does all else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+import kvtally
+from kvtally.errors import TransportError
+
+GRACE_S = 20.0  # how long a process may take to shut down
+STOP_S = GRACE_S + 10.0
+LOG_LINES = 15
+
+T = TypeVar("T")
+
+
+class Child:
+    """A process that runs `module`, which calls `serve`. It is asked one thing at a time."""
+
+    def __init__(self, module: str, log: Path, environment: Mapping[str, str] | None = None) -> None:
+        self._log = log
+        path = [str(Path(kvtally.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        settings = {name: value for name, value in os.environ.items() if not name.startswith("KVTALLY_")}
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module],
+                env={**settings, **(environment or {}), "PYTHONPATH": os.pathsep.join(path)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                bufsize=0,
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def ask(self, message: msgspec.Struct, reply: type[T], timeout_s: float) -> T:
+        """Raises TransportError with the end of the log if it dies or takes too long; it is of no use afterwards."""
+        deadline = time.monotonic() + timeout_s
+        poller = select.poll()
+        poller.register(self._stdout, select.POLLIN)
+        try:
+            self._stdin.write(msgspec.json.encode(message) + b"\n")
+        except BrokenPipeError as error:
+            raise self._broken("a measuring process ended") from error
+        line = b""
+        while not line.endswith(b"\n"):
+            if not poller.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                raise self._broken(f"a measuring process did not answer within {timeout_s:g} s")
+            part = os.read(self._stdout.fileno(), 1 << 20)
+            if not part:
+                raise self._broken("a measuring process ended")
+            line += part
+        return msgspec.json.decode(line, type=reply)
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or only zombies
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(STOP_S)
+        self._stdout.close()
+
+    def _broken(self, what: str) -> TransportError:
+        last = "\n".join(self._log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:])
+        return TransportError(f"{what}:\n{last}\n", remedy="See what its log says; --part runs parts one by one.")
+
+
+def serve(handle: Callable[[bytes], msgspec.Struct]) -> None:
+    """Answer line by line until stdin ends. An error in `handle` ends the process; its traceback is in the log."""
+    wire = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # libraries log to stdout, which is ours
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(lines,), daemon=True).start()
+    while line := lines.get():
+        wire.write(msgspec.json.encode(handle(line)) + b"\n")
+
+
+def _read(lines: queue.SimpleQueue[bytes]) -> None:
+    while line := sys.stdin.buffer.readline():
+        lines.put(line)
+    lines.put(b"")
+    time.sleep(GRACE_S)
+    os.killpg(0, signal.SIGKILL)
