@@ -25,9 +25,10 @@ from kvtally.errors import ConfigError
 from kvtally.machine import available_memory_bytes, disk_total_bytes, disk_usable_bytes
 from kvtally.settings import SECTIONS, SETTINGS, SHORTEST_TOKEN
 from kvtally.units import human_size, is_loopback, parse_size, split_address
-from kvtally.wire.limits import MIB
+from kvtally.wire.limits import KIB, MIB
 
 SMALLEST_BYTES = 16 * MIB  # of an arena or a disk tier: below that not one object of a large model fits
+SMALLEST_READ_BYTES_S = 64 * KIB
 LONGEST_SOCKET_PATH_BYTES = 107  # sockaddr_un holds 108, with the closing zero
 DEFAULT_FILE = "kvtally.yaml"
 FILE_VARIABLE = "KVTALLY_CONFIG"
@@ -42,6 +43,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     memory_bytes: int
     disk: str = ""
     disk_bytes: int = 0
+    disk_read_bytes_s: int = 0  # 0: no limit
     verify_reads: bool = True
     tcp: str = ""
     token: str = ""
@@ -60,6 +62,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     store: str
     autostart: bool = True
     wait_ms: int = 2000
+    prefetch: bool = True
+    always_load: bool = False
     on_unsupported: str = "refuse"
     allow_untested: bool = False
     model_identity: str = ""
@@ -140,6 +144,7 @@ class Settings:
             memory_bytes=memory_bytes,
             disk=disk,
             disk_bytes=self._disk_bytes(disk, memory_bytes),
+            disk_read_bytes_s=self._disk_read_bytes_s(),
             verify_reads=self._switch("store.verify_reads", default=True),
             tcp=self._address("store.tcp"),
             token=self._token(),
@@ -162,6 +167,8 @@ class Settings:
             store=self._path("connector.store") or self.socket(),
             autostart=self._switch("connector.autostart", default=True),
             wait_ms=self._number("connector.wait_ms", default=2000, most=600_000),
+            prefetch=self._switch("connector.prefetch", default=True),
+            always_load=self._switch("connector.always_load", default=False),
             on_unsupported=self._choice("connector.on_unsupported", ("refuse", "serve")),
             allow_untested=self._switch("connector.allow_untested", default=False),
             model_identity=self._plain("connector.model_identity"),
@@ -231,6 +238,10 @@ class Settings:
                 "Give a size that fits, or leave it out: the default looks at the free space.",
             )
         return size_bytes
+
+    def _disk_read_bytes_s(self) -> int:
+        given = self._given.get("store.disk_read_limit")
+        return _size("store.disk_read_limit", given, SMALLEST_READ_BYTES_S) if given is not None else 0
 
     def _token(self) -> str:
         from_file, plain = self._given.get("store.token_file"), self._given.get("store.token")
@@ -403,7 +414,7 @@ def _text(key: str, given: Given) -> str:
     return given.raw
 
 
-def _size(key: str, given: Given) -> int:
+def _size(key: str, given: Given, smallest_bytes: int = SMALLEST_BYTES) -> int:
     example = f"Write a size such as {SETTINGS[key].example}, 500 MB or a number of bytes."
     if isinstance(given.raw, bool) or not isinstance(given.raw, int | str):
         raise _unusable(f"{_told(key, given)} is {_kind(given.raw)}, not a size", example)
@@ -411,8 +422,8 @@ def _size(key: str, given: Given) -> int:
         size_bytes = given.raw if isinstance(given.raw, int) else parse_size(given.raw)
     except ValueError as error:
         raise _unusable(f"{_told(key, given)} is not a size", example) from error
-    if size_bytes < SMALLEST_BYTES:
-        raise _unusable(f"{_told(key, given)} is below the smallest that works, {human_size(SMALLEST_BYTES)}", example)
+    if size_bytes < smallest_bytes:
+        raise _unusable(f"{_told(key, given)} is below the smallest that works, {human_size(smallest_bytes)}", example)
     return size_bytes
 
 

@@ -3,11 +3,12 @@
     Lookup ─▶ path of nodes ─▶ presence ─▶ longest_hit ─▶ Found
                  │ wait_ms: parked until a pending object is committed or the deadline passes
                  │ a tier that cannot enumerate: parked until it said what it holds
-                 └ hold: everything the hit needs is pinned by a lease; what is not in the arena is staged,
-                   then `Staged` tells the client how much of the hit is really there
+                 └ hold: a lease. When there is room (`core.prefetch`), all that the hit needs is pinned, what is not in
+                   the arena is staged, and `Staged` tells the client how much of the hit is really there
 
-Only a boundary whose objects are all in the arena is promised. Neighbours: `core.hits` (the rule), `writes` (tells when
-something stopped being pending), `staging` (brings up what is not in the arena). No I/O.
+Only a boundary whose objects are all in the arena is promised. A lease for which nothing is to be staged and that is
+wanted now is granted at once. Neighbours: `core.hits` (the rule), `writes` (tells when something stopped being
+pending), `staging` (brings up what is not in the arena). No I/O.
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ from operator import lt
 from kvtally.core.hits import Hit, longest_hit, needed
 from kvtally.core.keys import CHAIN_BYTES, ObjectKey
 from kvtally.core.namespace import GroupKind
+from kvtally.core.prefetch import Option, Planner, worth_loading
 from kvtally.core.residency import ARENA, Family, Node, each_bit
-from kvtally.store.context import Alarm, Context, Session
+from kvtally.store.context import Alarm, Context, Prefetched, Session
 from kvtally.store.jobs import FindJob, Outcome
 from kvtally.store.staging import Lease, Staging
 from kvtally.store.tiers.base import ObjectRecord
-from kvtally.wire.messages import Done, Found, Lookup, MissReason, Release, Slot, Slots, SlotsGet, Staged
+from kvtally.wire.limits import SECOND_NS
+from kvtally.wire.messages import Done, Found, Lookup, MissReason, Release, Slot, Slots, SlotsGet, Staged, Wanted
 
 FIND_NS = 200_000_000  # how long a lookup waits for tiers that must be asked, unless it allows more
 MOST_TAILS = 64
+MOST_OPTIONS = 32  # boundaries that are weighed against computing
+PROBE_NS = 10 * SECOND_NS  # a tier found slow is measured again after this, or it would never be tried again
 
 
 @dataclass(slots=True)
@@ -70,7 +75,26 @@ class Reads:
         self._parked: dict[int, Parked] = {}
         self._waiters: dict[Node, set[int]] = {}  # node with pending objects -> parked lookups
         self._finding: dict[int, int] = {}  # FindJob -> parked lookup
-        self.staging = Staging(context, record, remove, self._announce)
+        capacity_bytes = self._residency.space.capacity_bytes
+        self.planner: Planner[tuple[Node, int]] = Planner(
+            tiers=len(context.tiers),
+            arena_bytes=capacity_bytes * 3 // 4,  # the rest is for saves, and for what running loads have leased
+            in_flight_bytes=context.limits.staging_bytes or capacity_bytes // 4,
+        )
+        self._is_room_new = False  # somebody who waits for room may fit now
+        self.staging = Staging(context, self.planner, record, remove, self._announce)
+
+    def advance(self, now_ns: int) -> None:
+        """After every event: grant what there is room for, start what may be read, and keep to the budgets."""
+        while self._is_room_new:
+            self._is_room_new = False
+            for lane in range(self._residency.tiers):
+                while (number := self.planner.next(lane)) is not None and self._grant_next(
+                    self._leases[number], now_ns
+                ):
+                    pass
+        self.staging.pump(now_ns)
+        self.planner.check_budgets()
 
     # ---- lookup
 
@@ -108,12 +132,12 @@ class Reads:
         return [node if node is not None and node.end == end else None for node, end in known]
 
     @staticmethod
-    def _hit(family: Family, request: Lookup, rows: Sequence[Sequence[bool]]) -> Hit:
+    def _hit(family: Family, request: Lookup, rows: Sequence[Sequence[bool]], limit_tokens: int | None = None) -> Hit:
         return longest_hit(
             family.namespace.groups,
             request.ends,
             rows,
-            limit_tokens=request.limit_tokens,
+            limit_tokens=request.limit_tokens if limit_tokens is None else limit_tokens,
             alignment_tokens=request.alignment_tokens,
             have=request.have,
         )
@@ -131,11 +155,12 @@ class Reads:
                 self._context.send(session, Found(request.id, 0, reason=MissReason.LIMIT))
                 return
         reason = self._reason(family, request, view)
-        if lease is None or not lease.awaited:
+        if lease is None or lease.announced:
             self._count(request, view.hit.end_tokens, reason)
         in_arena = view.hit.end_tokens
-        if lease is not None and lease.awaited:
-            in_arena = min((node.start for node, _ in lease.awaited), default=in_arena)
+        if lease is not None and not lease.announced:
+            missing = (node.start for _, node, mask in lease.needs if mask & ~self._residency.arena_mask(node))
+            in_arena = min(missing, default=in_arena)
         anchor = view.path[view.hit.boundaries - 1] if view.hit.boundaries else family.root
         tails = sorted(anchor.tails)[-MOST_TAILS:] if anchor is not None and anchor.tails else []
         self._context.send(
@@ -144,7 +169,7 @@ class Reads:
                 request.id,
                 view.hit.end_tokens,
                 lease.id if lease is not None else 0,
-                len(lease.awaited) if lease is not None else 0,
+                max(1, len(lease.awaited)) if lease is not None and not lease.announced else 0,
                 view.hopeful.end_tokens,
                 [_bitmap(row) for row in view.rows],
                 tails,
@@ -153,7 +178,9 @@ class Reads:
             ),
         )
         if lease is not None:
-            self.staging.pump(now_ns)
+            lease.is_told = True
+            if lease.wanted_ns is not None and lease.awaited:
+                self._weigh(lease, now_ns)
 
     def _reason(self, family: Family, request: Lookup, view: View) -> str:
         """Why the hit is not longer: the nearest cause, in the one list of reasons."""
@@ -303,17 +330,141 @@ class Reads:
         lease = Lease(number, session, family, request, view.path, view.hit.end_tokens, needs, alarm, started_ns=now_ns)
         self._leases[number] = lease
         session.leases.add(number)
-        for _, node, _ in needs:
+        lease.tier = self._lane(needs, now_ns)
+        if not request.early:
+            lease.wanted_ns, lease.tokens_s = now_ns, max(0, request.prefill_tokens_s)
+        if lease.tier == ARENA and not request.early:
+            self._grant(lease, now_ns)
+        else:
+            self.planner.join(
+                number, lease.tier, ahead=request.ahead, priority=request.priority, is_early=request.early
+            )
+            if self.planner.next(lease.tier) == number and self.planner.admit(number, self._sizes(needs)):
+                self._grant(lease, now_ns)
+        return lease
+
+    def _lane(self, needs: Sequence[tuple[int, Node, int]], now_ns: int) -> int:
+        """The lowest tier that has to be read for these."""
+        missing = ((node, mask & ~self._residency.arena_mask(node)) for _, node, mask in needs)
+        return max(
+            (self.staging.source(node, bit, now_ns) for node, mask in missing for bit in each_bit(mask)), default=0
+        )
+
+    def _sizes(self, needs: Sequence[tuple[int, Node, int]]) -> dict[tuple[Node, int], int]:
+        length_bytes = self._residency.length_bytes
+        return {(node, bit): length_bytes(node, bit) for _, node, mask in needs for bit in each_bit(mask)}
+
+    def _grant_next(self, lease: Lease, now_ns: int) -> bool:
+        """Grant a lease that has waited, with what is there now, if there is room. False: it is to wait on."""
+        view = self._view(lease.family, lease.request, now_ns)
+        needs = self._needs(lease.family, lease.request, view.path, view.hit) if view.hit.end_tokens else []
+        if not self.planner.admit(lease.id, self._sizes(needs)):
+            return False
+        lease.path, lease.needs, lease.end_tokens = view.path, needs, view.hit.end_tokens
+        self._grant(lease, now_ns)
+        if lease.wanted_ns is not None and lease.awaited:
+            self._weigh(lease, now_ns)
+        return True
+
+    def _grant(self, lease: Lease, now_ns: int) -> None:
+        """There is room: what the lease needs is held from now on."""
+        lease.is_granted = True
+        for _, node, _ in lease.needs:
             self._residency.pin(node)
         self._stage_missing(lease, now_ns)
-        lease.announced = not lease.awaited
-        return lease
+        if not lease.awaited:
+            self._announce(lease, now_ns)
+
+    def want(self, session: Session, request: Wanted, now_ns: int) -> None:
+        """The engine has come to a request: it goes before those that are early, or is answered with what is there."""
+        lease = self._leases.get(request.lease)
+        self._context.send(session, Done(request.id))
+        if lease is None or lease.session is not session or lease.wanted_ns is not None:
+            return
+        lease.wanted_ns, lease.tokens_s = now_ns, max(0, request.prefill_tokens_s)
+        if lease.announced:
+            return
+        self.planner.want(lease.id)
+        if lease.is_granted:
+            self.staging.hasten(lease)
+            self._weigh(lease, now_ns)
+        else:
+            self._is_room_new = True
+
+    def _weigh(self, lease: Lease, now_ns: int) -> None:
+        """Load or compute: leave what would take longer to load than to compute."""
+        hits = self._options(lease, now_ns) if lease.tokens_s else []
+        if not hits:
+            return
+        choice = worth_loading([option for _, option in hits], lease.tokens_s)
+        lease.load_s, lease.compute_s = choice.load_s, choice.compute_s
+        if choice.end_tokens >= lease.end_tokens:
+            return
+        lease.left_tokens = lease.end_tokens - choice.end_tokens
+        lease.reason = lease.reason or MissReason.SLOW_TIER
+        self._probe(lease, now_ns)
+        self._aim(lease, next(hit for hit, option in hits if option.end_tokens == choice.end_tokens))
+        kept = frozenset((node, bit) for _, node, mask in lease.needs for bit in each_bit(mask))
+        self.staging.forget(lease, kept)
+        self._stage_missing(lease, now_ns)
+        if not lease.awaited:
+            self._announce(lease, now_ns)
+
+    def _probe(self, lease: Lease, now_ns: int) -> None:
+        for number, tier in enumerate(self._context.tiers, 1):
+            if tier.speed.measured_ns is None or now_ns - tier.speed.measured_ns >= PROBE_NS:
+                keys = [key for key in lease.awaited if self.staging.source(*key, now_ns) == number]
+                self.staging.forget(lease, frozenset(lease.awaited.difference(keys)))
+                self.staging.probe(number, keys, now_ns)
+
+    def _options(self, lease: Lease, now_ns: int) -> list[tuple[Hit, Option]]:
+        """What could be promised instead of the lease's hit, rising from what is in the arena; empty where it cannot
+        be said how long that takes."""
+        family, request = lease.family, lease.request
+        lease.path = self._path(family, request)
+        in_arena = self._residency.presence(family, self._residency.masks(family, lease.path, [ARENA]))
+        least = self._hit(family, request, in_arena)
+        readable = self._residency.masks(family, lease.path, self._context.readable_tiers(now_ns))
+        rows = self._residency.presence(family, readable)
+        step = max(1, (lease.end_tokens - least.end_tokens) // MOST_OPTIONS)
+        options: list[tuple[Hit, Option]] = []
+        limit = lease.end_tokens
+        while limit > least.end_tokens:
+            hit = self._hit(family, request, rows, limit)
+            if hit.end_tokens <= least.end_tokens:
+                break
+            load_s = self._load_s(lease, hit, now_ns)
+            if load_s is None:
+                return []
+            options.append((hit, Option(hit.end_tokens, load_s)))
+            limit = hit.end_tokens - step
+        return [(least, Option(least.end_tokens, 0.0)), *reversed(options)]
+
+    def _load_s(self, lease: Lease, hit: Hit, now_ns: int) -> float | None:
+        """How long until everything that a hit needs is in the arena."""
+        missing: dict[int, int] = {}
+        for _, node, mask in self._needs(lease.family, lease.request, lease.path, hit):
+            for bit in each_bit(mask & ~self._residency.arena_mask(node)):
+                tier = self.staging.source(node, bit, now_ns)
+                is_counted = self.staging.is_reading(node, bit)  # in the backlog
+                size_bytes = 0 if is_counted else self._residency.length_bytes(node, bit)
+                missing[tier] = missing.get(tier, 0) + size_bytes
+        load_s = 0.0
+        for tier, size_bytes in missing.items():
+            speed = self._context.tiers[tier - 1].speed.bytes_s if tier else 0.0
+            if not speed:
+                return None
+            load_s += (self.planner.backlog_bytes(tier, lease.id) + size_bytes) / speed
+        return load_s
 
     def _aim(self, lease: Lease, hit: Hit) -> None:
         """Let the lease hold what another hit needs."""
         if hit.end_tokens == lease.end_tokens:
             return
         needs = self._needs(lease.family, lease.request, lease.path, hit) if hit.end_tokens else []
+        if self.planner.is_known(lease.id):
+            self.planner.admit(lease.id, self._sizes(needs))  # where that does not fit, what it held stays counted
+            self._is_room_new = True
         for _, node, _ in needs:
             self._residency.pin(node)
         for _, node, _ in lease.needs:
@@ -323,7 +474,8 @@ class Reads:
     def _stage_missing(self, lease: Lease, now_ns: int) -> None:
         for _, node, mask in lease.needs:
             for bit in each_bit(mask & ~self._residency.arena_mask(node)):
-                self.staging.want(lease, node, bit, now_ns)
+                if (node, bit) not in lease.awaited:
+                    self.staging.want(lease, node, bit, now_ns)
 
     @staticmethod
     def _needs(family: Family, request: Lookup, path: Sequence[Node | None], hit: Hit) -> list[tuple[int, Node, int]]:
@@ -347,6 +499,7 @@ class Reads:
         if not lease.announced:
             self._context.send(session, Slots(request.id, [], MissReason.PENDING))
             return
+        lease.is_read = True
         slots = []
         ranks = lease.family.ranks
         for index, node, mask in lease.needs:
@@ -367,7 +520,7 @@ class Reads:
         for number in request.leases:
             lease = self._leases.get(number)
             if lease is not None and lease.session is session:
-                self._drop(lease)
+                self._drop(lease, now_ns)
         self._context.send(session, Done(request.id))
 
     def _quarantine_arena(self, session: Session, number: int, index: int, group: int, rank: int) -> None:
@@ -387,21 +540,48 @@ class Reads:
         lease = self._leases[number]
         self._context.counts.leases_expired += 1
         if not lease.announced:
-            self._count(lease.request, 0, MissReason.STAGING_FAILED)
-            self._context.send(lease.session, Staged(0, lease.id, 0, MissReason.STAGING_FAILED))
-        self._drop(lease)
+            reason = MissReason.STAGING_FAILED if lease.is_granted else MissReason.LEASE_EXPIRED
+            self._count(lease.request, 0, reason)
+            self._context.send(lease.session, Staged(0, lease.id, 0, reason))
+        self._drop(lease, now_ns)
 
-    def _drop(self, lease: Lease) -> None:
+    def _drop(self, lease: Lease, now_ns: int) -> None:
         del self._leases[lease.id]
         lease.session.leases.discard(lease.id)
         self._context.alarms.cancel(lease.alarm)
+        if lease.tier:
+            self._account(lease, now_ns)
         self.staging.forget(lease)
-        for _, node, _ in lease.needs:
-            self._residency.unpin(node)
+        if self.planner.is_known(lease.id):
+            self.planner.leave(lease.id)
+            self._is_room_new = True
+        if lease.is_granted:
+            for _, node, _ in lease.needs:
+                self._residency.unpin(node)
 
-    def disconnect(self, session: Session) -> None:
+    def _account(self, lease: Lease, now_ns: int) -> None:
+        """What the staging of a lease, which is over now, has been good for."""
+        if lease.staged_ns is None:
+            outcome = Prefetched.CANCELLED
+        elif not lease.end_tokens:
+            outcome = Prefetched.SKIPPED if lease.left_tokens else Prefetched.FAILED
+        elif not lease.is_read:
+            outcome = Prefetched.WASTED
+        elif lease.wanted_ns is None or lease.staged_ns <= lease.wanted_ns:
+            outcome = Prefetched.IN_TIME
+        else:
+            outcome = Prefetched.LATE
+        ended_ns = now_ns if lease.staged_ns is None else lease.staged_ns
+        wanted_ns = ended_ns if lease.wanted_ns is None else min(lease.wanted_ns, ended_ns)
+        tier = self._context.tiers[lease.tier - 1]
+        tier.prefetched[outcome] += 1
+        tier.prefetched_bytes[outcome] += lease.staged_bytes
+        tier.hidden_s += (wanted_ns - lease.started_ns) / 1e9
+        tier.exposed_s += (ended_ns - wanted_ns) / 1e9
+
+    def disconnect(self, session: Session, now_ns: int) -> None:
         for number in sorted(session.leases):
-            self._drop(self._leases[number])
+            self._drop(self._leases[number], now_ns)
         for number in [number for number, parked in self._parked.items() if parked.session is session]:
             self._take_parked(number)
 
@@ -420,14 +600,27 @@ class Reads:
                 self._stage_missing(lease, now_ns)
                 return
         self._aim(lease, hit)
-        lease.announced = True
-        self._count(request, hit.end_tokens, lease.reason)
-        from_below = sum(node.end - node.start for _, node, _ in lease.needs if node in lease.staged)
-        wait_ns = now_ns - lease.started_ns
-        message = Staged(0, lease.id, hit.end_tokens, lease.reason, from_below, lease.staged_bytes, wait_ns)
-        self._context.send(lease.session, message)
-        if not hit.end_tokens:
-            self._drop(lease)
+        lease.announced, lease.staged_ns = True, now_ns
+        if lease.is_told:
+            self._count(request, hit.end_tokens, lease.reason)
+            self._context.send(lease.session, self._staged(lease, now_ns))
+            if not hit.end_tokens:
+                self._drop(lease, now_ns)
+
+    @staticmethod
+    def _staged(lease: Lease, now_ns: int) -> Staged:
+        return Staged(
+            0,
+            lease.id,
+            lease.end_tokens,
+            lease.reason,
+            sum(node.end - node.start for _, node, _ in lease.needs if node in lease.staged),
+            lease.staged_bytes,
+            now_ns - lease.started_ns,
+            lease.left_tokens,
+            lease.load_s * 1e3,
+            lease.compute_s * 1e3,
+        )
 
     # ---- for stats and checks
 
@@ -441,8 +634,11 @@ class Reads:
 
     def check(self) -> None:
         for lease in self._leases.values():
-            assert lease.id in lease.session.leases and all(node.pins > 0 for _, node, _ in lease.needs)
-            assert lease.announced == (not lease.awaited)
+            assert lease.id in lease.session.leases and lease.is_told
+            assert not lease.is_granted or all(node.pins > 0 for _, node, _ in lease.needs)
+            assert lease.announced == (lease.is_granted and not lease.awaited)
+            assert lease.is_granted or self.planner.is_known(lease.id)
+        self.planner.check()
         self.staging.check(self._leases.values())
         assert all(number in self._parked for numbers in self._waiters.values() for number in numbers)
 
