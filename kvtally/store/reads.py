@@ -19,22 +19,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import lt
 
-from kvtally.core.hits import Hit, longest_hit, needed
+from kvtally.core.hits import Hit
 from kvtally.core.keys import CHAIN_BYTES, ObjectKey
 from kvtally.core.namespace import GroupKind
-from kvtally.core.prefetch import Option, Planner, worth_loading
+from kvtally.core.prefetch import Planner, worth_loading
 from kvtally.core.residency import ARENA, Family, Node, each_bit
 from kvtally.store.context import Alarm, Context, Prefetched, Session
 from kvtally.store.jobs import FindJob, Outcome
+from kvtally.store.needs import hit_of, needs_of, path_of
 from kvtally.store.staging import Lease, Staging
 from kvtally.store.tiers.base import ObjectRecord
-from kvtally.wire.limits import SECOND_NS
+from kvtally.store.weighing import Weighing
 from kvtally.wire.messages import Done, Found, Lookup, MissReason, Release, Slot, Slots, SlotsGet, Staged, Wanted
 
 FIND_NS = 200_000_000  # how long a lookup waits for tiers that must be asked, unless it allows more
 MOST_TAILS = 64
-MOST_OPTIONS = 32  # boundaries that are weighed against computing
-PROBE_NS = 10 * SECOND_NS  # a tier found slow is measured again after this, or it would never be tried again
 
 
 @dataclass(slots=True)
@@ -83,6 +82,7 @@ class Reads:
         )
         self._is_room_new = False  # somebody who waits for room may fit now
         self.staging = Staging(context, self.planner, record, remove, self._announce)
+        self._weighing = Weighing(context, self.planner, self.staging)
 
     def advance(self, now_ns: int) -> None:
         """After every event: grant what there is room for, start what may be read, and keep to the budgets."""
@@ -116,31 +116,14 @@ class Reads:
         self._answer(session, request, view, now_ns)
 
     def _view(self, family: Family, request: Lookup, now_ns: int) -> View:
-        path = self._path(family, request)
+        path = path_of(self._residency, family, request)
         masks = self._residency.masks(family, path, self._context.readable_tiers(now_ns))
         rows = self._residency.presence(family, masks)
-        hit = hopeful = self._hit(family, request, rows)
+        hit = hopeful = hit_of(family, request, rows)
         if any(node.pending for node in path if node is not None):
             hoped = [mask | (node.pending if node is not None else 0) for mask, node in zip(masks, path, strict=True)]
-            hopeful = self._hit(family, request, self._residency.presence(family, hoped))
+            hopeful = hit_of(family, request, self._residency.presence(family, hoped))
         return View(path, rows, hit, hopeful)
-
-    def _path(self, family: Family, request: Lookup) -> list[Node | None]:
-        """The nodes of a prompt. A chain value that is known to end elsewhere is not what was asked for; so no node can
-        occur twice, either."""
-        known = zip(self._residency.path(family, request.chains), request.ends, strict=True)
-        return [node if node is not None and node.end == end else None for node, end in known]
-
-    @staticmethod
-    def _hit(family: Family, request: Lookup, rows: Sequence[Sequence[bool]], limit_tokens: int | None = None) -> Hit:
-        return longest_hit(
-            family.namespace.groups,
-            request.ends,
-            rows,
-            limit_tokens=request.limit_tokens if limit_tokens is None else limit_tokens,
-            alignment_tokens=request.alignment_tokens,
-            have=request.have,
-        )
 
     def _answer(self, session: Session, request: Lookup, view: View, now_ns: int) -> None:
         family = session.family
@@ -326,7 +309,7 @@ class Reads:
         span_ns = min(request.lease_ms * 1_000_000, longest) if request.lease_ms > 0 else longest
         number = self._context.new_id()
         alarm = self._context.alarms.set(now_ns + span_ns, partial(self._expire, number))
-        needs = self._needs(family, request, view.path, view.hit)
+        needs = needs_of(family, request, view.path, view.hit)
         lease = Lease(number, session, family, request, view.path, view.hit.end_tokens, needs, alarm, started_ns=now_ns)
         self._leases[number] = lease
         session.leases.add(number)
@@ -357,7 +340,7 @@ class Reads:
     def _grant_next(self, lease: Lease, now_ns: int) -> bool:
         """Grant a lease that has waited, with what is there now, if there is room. False: it is to wait on."""
         view = self._view(lease.family, lease.request, now_ns)
-        needs = self._needs(lease.family, lease.request, view.path, view.hit) if view.hit.end_tokens else []
+        needs = needs_of(lease.family, lease.request, view.path, view.hit) if view.hit.end_tokens else []
         if not self.planner.admit(lease.id, self._sizes(needs)):
             return False
         lease.path, lease.needs, lease.end_tokens = view.path, needs, view.hit.end_tokens
@@ -393,7 +376,7 @@ class Reads:
 
     def _weigh(self, lease: Lease, now_ns: int) -> None:
         """Load or compute: leave what would take longer to load than to compute."""
-        hits = self._options(lease, now_ns) if lease.tokens_s else []
+        hits = self._weighing.options(lease, now_ns) if lease.tokens_s else []
         if not hits:
             return
         choice = worth_loading([option for _, option in hits], lease.tokens_s)
@@ -402,7 +385,7 @@ class Reads:
             return
         lease.left_tokens = lease.end_tokens - choice.end_tokens
         lease.reason = lease.reason or MissReason.SLOW_TIER
-        self._probe(lease, now_ns)
+        self._weighing.probe(lease, now_ns)
         self._aim(lease, next(hit for hit, option in hits if option.end_tokens == choice.end_tokens))
         kept = frozenset((node, bit) for _, node, mask in lease.needs for bit in each_bit(mask))
         self.staging.forget(lease, kept)
@@ -410,58 +393,11 @@ class Reads:
         if not lease.awaited:
             self._announce(lease, now_ns)
 
-    def _probe(self, lease: Lease, now_ns: int) -> None:
-        for number, tier in enumerate(self._context.tiers, 1):
-            if tier.speed.measured_ns is None or now_ns - tier.speed.measured_ns >= PROBE_NS:
-                keys = [key for key in lease.awaited if self.staging.source(*key, now_ns) == number]
-                self.staging.forget(lease, frozenset(lease.awaited.difference(keys)))
-                self.staging.probe(number, keys, now_ns)
-
-    def _options(self, lease: Lease, now_ns: int) -> list[tuple[Hit, Option]]:
-        """What could be promised instead of the lease's hit, rising from what is in the arena; empty where it cannot
-        be said how long that takes."""
-        family, request = lease.family, lease.request
-        lease.path = self._path(family, request)
-        in_arena = self._residency.presence(family, self._residency.masks(family, lease.path, [ARENA]))
-        least = self._hit(family, request, in_arena)
-        readable = self._residency.masks(family, lease.path, self._context.readable_tiers(now_ns))
-        rows = self._residency.presence(family, readable)
-        step = max(1, (lease.end_tokens - least.end_tokens) // MOST_OPTIONS)
-        options: list[tuple[Hit, Option]] = []
-        limit = lease.end_tokens
-        while limit > least.end_tokens:
-            hit = self._hit(family, request, rows, limit)
-            if hit.end_tokens <= least.end_tokens:
-                break
-            load_s = self._load_s(lease, hit, now_ns)
-            if load_s is None:
-                return []
-            options.append((hit, Option(hit.end_tokens, load_s)))
-            limit = hit.end_tokens - step
-        return [(least, Option(least.end_tokens, 0.0)), *reversed(options)]
-
-    def _load_s(self, lease: Lease, hit: Hit, now_ns: int) -> float | None:
-        """How long until everything that a hit needs is in the arena."""
-        missing: dict[int, int] = {}
-        for _, node, mask in self._needs(lease.family, lease.request, lease.path, hit):
-            for bit in each_bit(mask & ~self._residency.arena_mask(node)):
-                tier = self.staging.source(node, bit, now_ns)
-                is_counted = self.staging.is_reading(node, bit)  # in the backlog
-                size_bytes = 0 if is_counted else self._residency.length_bytes(node, bit)
-                missing[tier] = missing.get(tier, 0) + size_bytes
-        load_s = 0.0
-        for tier, size_bytes in missing.items():
-            speed = self._context.tiers[tier - 1].speed.bytes_s if tier else 0.0
-            if not speed:
-                return None
-            load_s += (self.planner.backlog_bytes(tier, lease.id) + size_bytes) / speed
-        return load_s
-
     def _aim(self, lease: Lease, hit: Hit) -> None:
         """Let the lease hold what another hit needs."""
         if hit.end_tokens == lease.end_tokens:
             return
-        needs = self._needs(lease.family, lease.request, lease.path, hit) if hit.end_tokens else []
+        needs = needs_of(lease.family, lease.request, lease.path, hit) if hit.end_tokens else []
         if self.planner.is_known(lease.id):
             self.planner.admit(lease.id, self._sizes(needs))  # where that does not fit, what it held stays counted
             self._is_room_new = True
@@ -476,20 +412,6 @@ class Reads:
             for bit in each_bit(mask & ~self._residency.arena_mask(node)):
                 if (node, bit) not in lease.awaited:
                     self.staging.want(lease, node, bit, now_ns)
-
-    @staticmethod
-    def _needs(family: Family, request: Lookup, path: Sequence[Node | None], hit: Hit) -> list[tuple[int, Node, int]]:
-        masks: dict[int, int] = {}
-        for group, spec in enumerate(family.namespace.groups):
-            have = request.have[group] if request.have else 0
-            for index in needed(spec, request.ends, hit.boundaries - 1, have):
-                masks[index] = masks.get(index, 0) | family.group_masks[group]
-        needs = []
-        for index in sorted(masks):
-            node = path[index]
-            assert node is not None
-            needs.append((index, node, masks[index]))
-        return needs
 
     def slots(self, session: Session, request: SlotsGet) -> None:
         lease = self._leases.get(request.lease)
@@ -588,9 +510,9 @@ class Reads:
     def _announce(self, lease: Lease, now_ns: int) -> None:
         """All that could be staged is: promise the boundary that is whole in the arena now, if need be a lower one."""
         family, request = lease.family, lease.request
-        lease.path = self._path(family, request)
+        lease.path = path_of(self._residency, family, request)
         rows = self._residency.presence(family, self._residency.masks(family, lease.path, [ARENA]))
-        hit = self._hit(family, request, rows)
+        hit = hit_of(family, request, rows)
         if hit.end_tokens < lease.end_tokens and lease.may_aim_lower:
             # A lower boundary may still be whole further down. Each time something has left the index, so this ends.
             lease.may_aim_lower = False

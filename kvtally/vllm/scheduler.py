@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -23,15 +22,15 @@ from vllm.v1.request import RequestStatus
 
 from kvtally.core.geometry import NULL_BLOCK, chunk_block_range
 from kvtally.core.namespace import GroupKind
-from kvtally.core.prefetch import Rate
 from kvtally.core.receipts import Half, Role
+from kvtally.vllm.asking import Asking, Question
 from kvtally.vllm.events import SaveEvents
 from kvtally.vllm.handoff import Handoff, handoff_of, shorten_for_prefill
-from kvtally.vllm.inquiry import Answer, Inquiries, Inquiry
+from kvtally.vllm.inquiry import Answer, Inquiries
 from kvtally.vllm.layout import EngineLayout
 from kvtally.vllm.meta import LoadJob, LoadReport, Metadata, SaveItem, SaveJob, WorkerReport
 from kvtally.vllm.path import Boundary, Path, extras_of
-from kvtally.vllm.tally import EXPOSED, LOOKUPS, MISSES, PREFETCHES, TOKENS, WAIT, Tally
+from kvtally.vllm.tally import MISSES, TOKENS, Tally
 from kvtally.wire.messages import MissReason
 
 if TYPE_CHECKING:
@@ -42,51 +41,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvtally.vllm")
 
-EARLY_NS = 60_000_000_000  # how long an early inquiry may go on; what it holds expires then
-REFRESH_NS = 100_000_000  # an early answer older than this is asked for again where it was not the whole prompt
-MEASURED_TOKENS = 64  # in a step, for it to tell how fast prompts are computed
-LATE_NS = 500_000_000  # how long after its deadline an inquiry is believed to be answered yet
-
 
 @dataclass(slots=True, eq=False)
-class Track:
+class Track(Question):
     """One request on its way through the engine."""
 
-    request: Request
-    path: Path
-    handoff: Handoff | None = None
     prompt_tokens: int = 0  # of the request as it came: a prefill for somebody else computes one less
-    inquiry: Inquiry | None = None
-    answer: Answer | None = None
-    is_opaque: bool = False  # its tokens do not say what its KV is (prompt embeddings): neither read nor saved
     has_failed: bool = False  # a load failed: never promise this request anything again
     load: LoadJob | None = None
     is_loading: bool = False
     is_counted: bool = False  # whether what was loaded is in the tally
     saved_chunks: int = 0  # chunks that are in the store already or on their way there
     tail_saved: bool = False
-    came_ns: int = 0  # when the scheduler first came to the request
     preemptions: int = 0  # how many the request had when it was last asked about
-    is_started: bool = False  # was scheduled to be computed
     local_tokens: int = 0
     external_tokens: int = 0
     disk_tokens: int = 0
     report: LoadReport = field(default_factory=LoadReport)
-    wait_s: float = 0.0
-    exposed_s: float = 0.0  # of `wait_s`: after the scheduler had come to the request
-    reason: str = ""
     is_filed: bool = False  # its half of the receipt is on its way
-
-    @property
-    def staged(self) -> bool:
-        """Whether something had to be brought into the arena for it."""
-        lease = self.answer.lease if self.answer is not None else None
-        return lease is not None and lease.outcome is not None and lease.outcome.staged_bytes > 0
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether it computes a prompt for another engine."""
-        return self.handoff is not None and self.handoff.role is Role.PREFILL
 
 
 class SchedulerHalf:
@@ -111,15 +83,7 @@ class SchedulerHalf:
         self._layout = layout
         self._inquiries = inquiries
         self._world_size = world_size
-        self._wait_ns = wait_ms * 1_000_000
-        self._reads = reads
         self._saves = saves
-        self._prefetch = prefetch
-        self._always_load = always_load
-        self._waiting = 0  # requests that have not begun
-        self._rate = Rate()
-        self._steps: deque[tuple[int, int]] = deque(maxlen=4)  # launched and not done: when, and how many tokens
-        self._step_ended_ns = 0
         self._manager: KVCacheManager | None = None
         self._pool: BlockPool | None = None
         self._diverging = True
@@ -131,12 +95,20 @@ class SchedulerHalf:
         self._late_saves: list[SaveJob] = []  # of finished requests, for the next step
         self._last_job = 0
         self._has_states = any(spec.kind is GroupKind.RECURRENT for spec in layout.groups)
-        self._full_groups = tuple(g for g, spec in enumerate(layout.groups) if spec.kind is GroupKind.FULL)
         self._attention = [g for g, spec in enumerate(layout.groups) if spec.kind is not GroupKind.RECURRENT]
         self._recurrent = [g for g, spec in enumerate(layout.groups) if spec.kind is GroupKind.RECURRENT]
         self._group_of = {group_id: g for g, group_id in enumerate(layout.group_ids)}
         self.tally = Tally()
         self.events = events
+        self._asking = Asking(
+            inquiries,
+            self.tally,
+            full_groups=tuple(g for g, spec in enumerate(layout.groups) if spec.kind is GroupKind.FULL),
+            wait_ms=wait_ms,
+            reads=reads,
+            prefetch=prefetch,
+            always_load=always_load,
+        )
 
     def bind(self, manager: KVCacheManager) -> None:
         self._manager = manager
@@ -150,61 +122,12 @@ class SchedulerHalf:
             return
         path = Path(self._layout.namespace.chunk_tokens, extras_of(request))
         handoff = handoff_of(request.kv_transfer_params)
-        track = Track(request, path, handoff, request.num_prompt_tokens, is_opaque=request.prompt_embeds is not None)
+        is_opaque = request.prompt_embeds is not None
+        track = Track(request, path, handoff, is_opaque, prompt_tokens=request.num_prompt_tokens)
         self._tracks[request.request_id] = track
-        self._waiting += 1
         if track.is_prefill and self._saves and not request.resumable:
             shorten_for_prefill(request)
-        # The tokens of a streaming input are not complete yet: it is asked about when it is scheduled.
-        if self._prefetch and not request.resumable:
-            self._ask(track, is_early=True)
-
-    def _ask(self, track: Track, *, is_early: bool = False) -> None:
-        request = track.request
-        if track.is_opaque or request.skip_reading_prefix_cache or not self._reads:
-            track.answer = Answer(0, [], None, MissReason.REFUSED, 0.0)
-            track.reason = MissReason.REFUSED
-            self.tally.count(MISSES, MissReason.REFUSED)
-            return
-        tokens: Sequence[int] = request.prompt_token_ids or []
-        if request.num_output_tokens:  # resumed after preemption: prompt and answer so far
-            tokens = list(request.all_token_ids)
-        now_ns = time.monotonic_ns()
-        given = track.handoff if not track.is_prefill and not request.num_output_tokens else None
-        track.inquiry = Inquiry(
-            tokens,
-            track.path,
-            now_ns + (EARLY_NS if is_early else self._wait_ns),
-            now_ns,
-            self._full_groups,
-            given,
-            is_early=is_early,
-            is_wanted=not is_early,
-            priority=request.priority,
-            ahead=self._waiting - 1 if is_early else 0,
-            prefill_tokens_s=self._tokens_s,
-        )
-        self._inquiries.ask(track.inquiry)
-
-    @property
-    def _tokens_s(self) -> int:
-        """What loading is weighed against; 0: nothing, because it is not known yet or not wanted."""
-        return 0 if self._always_load else int(self._rate.tokens_s)
-
-    def _come_to(self, track: Track, inquiry: Inquiry) -> None:
-        """The scheduler wants a request that was asked about early. From now on the engine waits for the answer."""
-        now_ns = time.monotonic_ns()
-        answer = inquiry.answer
-        if answer is not None and _is_stale(answer, now_ns):
-            if answer.lease is not None:
-                self._inquiries.release(answer.lease)
-            self._ask(track)
-            return
-        inquiry.is_wanted = True
-        if answer is None:
-            inquiry.deadline_ns = now_ns + self._wait_ns
-            inquiry.prefill_tokens_s = self._tokens_s
-            self._inquiries.want(inquiry)
+        self._asking.arrived(track)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond `computed_tokens` may be loaded; None while that is not known yet."""
@@ -213,31 +136,15 @@ class SchedulerHalf:
             return 0, False
         if request.num_preemptions > track.preemptions and not track.is_loading:  # a new life: ask again
             self._let_go(track)
-            track.preemptions, track.answer, track.inquiry = request.num_preemptions, None, None
-            track.came_ns = 0
+            track.preemptions = request.num_preemptions
+            self._asking.again(track)
         if track.answer is None:
-            track.came_ns = track.came_ns or time.monotonic_ns()
-            if track.inquiry is None:
-                self._ask(track)
-            elif not track.inquiry.is_wanted:
-                self._come_to(track, track.inquiry)
-            answer = track.inquiry.answer if track.inquiry is not None else track.answer
-            if (
-                answer is None
-                and track.inquiry is not None
-                and time.monotonic_ns() > track.inquiry.deadline_ns + LATE_NS
-            ):
-                track.inquiry.is_cancelled = True  # its thread has failed, or is not given the processor
-                answer = Answer(0, [], None, MissReason.DEADLINE, self._wait_ns / 1e9)
+            answer = self._asking.answer(track)
             if answer is None:
                 time.sleep(0)  # let the inquiry thread have the interpreter: an idle scheduler asks in a tight loop
                 return None, False
             track.answer = answer
             self._ask_for_state(request, answer)
-            track.wait_s = answer.wait_s
-            track.exposed_s = min(answer.wait_s, max(0, answer.ready_ns - track.came_ns) / 1e9)
-            track.reason = answer.reason
-            self._count_answer(track, answer)
             known = answer.end_tokens // self._layout.namespace.chunk_tokens
             track.saved_chunks = max(track.saved_chunks, known)
         if track.answer.lease is None or not track.answer.lease.is_live:
@@ -246,19 +153,6 @@ class SchedulerHalf:
         if external > 0:
             return external, True
         return (None, False) if self._state_lags(request, track.answer.end_tokens) else (0, False)
-
-    def _count_answer(self, track: Track, answer: Answer) -> None:
-        if not answer.end_tokens and not answer.reason:  # too short to be asked about
-            return
-        self.tally.count(LOOKUPS, "hit" if answer.end_tokens else "miss")
-        self.tally.observe(WAIT, answer.wait_s)
-        self.tally.observe(EXPOSED, track.exposed_s)
-        if answer.left_tokens:
-            self.tally.count(PREFETCHES, "skipped")
-        elif track.staged:
-            self.tally.count(PREFETCHES, "late" if track.exposed_s else "in_time")
-        if answer.reason:
-            self.tally.count(MISSES, answer.reason)
 
     def _ask_for_state(self, request: Request, answer: Answer) -> None:
         """Where the store has attention but no state, let vLLM make one while it passes there.
@@ -331,9 +225,7 @@ class SchedulerHalf:
 
     def build_metadata(self, output: SchedulerOutput) -> Metadata:
         self._diverging, self._diverge_again = self._diverge_again, True
-        tokens = sum(output.num_scheduled_tokens.values())
-        if tokens:
-            self._steps.append((time.monotonic_ns(), tokens))
+        self._asking.step_launched(sum(output.num_scheduled_tokens.values()))
         saves: list[SaveJob] = []
         is_planned = False
         try:
@@ -356,8 +248,7 @@ class SchedulerHalf:
             if track is None or tables is None:
                 continue
             if not track.is_started:  # what it begins with was not computed here: ours, or the engine's own
-                track.is_started = True
-                self._waiting -= 1
+                self._asking.began(track)
                 track.local_tokens = max(0, track.request.num_computed_tokens - track.external_tokens)
             computed_end = track.request.num_computed_tokens + count
             if computed_end >= track.request.num_prompt_tokens and not track.is_prefill:
@@ -448,7 +339,7 @@ class SchedulerHalf:
 
     def update(self, report: WorkerReport) -> None:
         """News from the workers, all ranks together: a step is done."""
-        self._measure_step()
+        self._asking.step_done()
         if self.events is not None:
             for job, ranks in report.stored.items():
                 self.events.stored(job, ranks)
@@ -471,14 +362,6 @@ class SchedulerHalf:
                 self._reports[request_id] = together
             else:
                 self._loaded(request_id, together)
-
-    def _measure_step(self) -> None:
-        now_ns = time.monotonic_ns()
-        if self._steps:
-            launched_ns, tokens = self._steps.popleft()
-            if tokens >= MEASURED_TOKENS:
-                self._rate.add(tokens, (now_ns - max(launched_ns, self._step_ended_ns)) / 1e9)
-        self._step_ended_ns = now_ns
 
     def _loaded(self, request_id: str, load: LoadReport) -> None:
         track = self._tracks.get(request_id)
@@ -506,9 +389,7 @@ class SchedulerHalf:
         for track in self._tracks.values():
             if track.is_loading:
                 continue
-            if track.answer is None and track.inquiry is not None:
-                self._inquiries.cancel(track.inquiry)
-                track.answer = Answer(0, [], None, MissReason.ABSENT, 0.0)
+            self._asking.forget(track)
             self._let_go(track)
         is_quiet = not self.is_busy and not any(track.is_loading for track in self._tracks.values())
         return self._inquiries.reset(timeout_s) and is_quiet
@@ -520,12 +401,7 @@ class SchedulerHalf:
         track = self._tracks.pop(request.request_id, None)
         if track is None:
             return None
-        if not track.is_started:
-            self._waiting -= 1
-        if track.inquiry is not None and track.answer is None:
-            self._inquiries.cancel(track.inquiry)
-            if track.inquiry.is_early:
-                self.tally.count(PREFETCHES, "wasted" if track.inquiry.answer is not None else "cancelled")
+        self._asking.ended(track)
         if not track.is_loading:
             self._let_go(track)
         elif track.answer is not None and track.answer.lease is not None:
@@ -626,10 +502,3 @@ class SchedulerHalf:
             load_estimate_ms=weighed.load_ms if weighed is not None else 0.0,
             compute_estimate_ms=weighed.compute_ms if weighed is not None else 0.0,
         )
-
-
-def _is_stale(answer: Answer, now_ns: int) -> bool:
-    """Whether an early answer is worth asking again: what it holds has expired, or more may have been saved since."""
-    if answer.lease is not None and not answer.lease.is_live:
-        return True
-    return bool(answer.reason) and not answer.left_tokens and now_ns - answer.ready_ns > REFRESH_NS

@@ -267,8 +267,8 @@ def test_readers_at_the_same_time_add_up() -> None:
 def test_a_rate_follows_the_latest_steps() -> None:
     rate = Rate()
     assert rate.tokens_s == 0
-    for _ in range(100):
+    for _ in range(400):
         rate.add(512, 0.1)
-    for _ in range(100):
+    for _ in range(400):
         rate.add(512, 0.05)
     assert abs(rate.tokens_s - 10_240) < 10
