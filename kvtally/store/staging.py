@@ -64,6 +64,7 @@ class Rising:
     leases: list[Lease]
     pieces: tuple[Piece, ...] = ()
     is_reading: bool = False
+    is_probe: bool = False  # read to measure the tier; not kept unless somebody came to wait for it
 
 
 class Staging:
@@ -105,6 +106,7 @@ class Staging:
             rising = self._rising[key] = Rising(tier, [])
             self._residency.pin(node)
         rising.leases.append(lease)
+        rising.is_probe = False
         lease.tier = max(lease.tier, rising.tier)
         self._planner.ask(rising.tier, key, self._residency.length_bytes(node, bit), lease.id)
 
@@ -146,7 +148,7 @@ class Staging:
             if pieces is None or not self._planner.begin(tier, (node, bit), size_bytes):
                 self._residency.space.free(pieces or ())
                 return
-            self._rising[node, bit] = Rising(tier, [])
+            self._rising[node, bit] = Rising(tier, [], is_probe=True)
             self._residency.pin(node)
             self._start(node, bit, pieces, now_ns)
 
@@ -160,7 +162,8 @@ class Staging:
         reason = ""
         already = self._residency.arena_mask(node) >> bit & 1
         wanted = self._residency.tier_mask(node, job.tier) >> bit & 1  # not forgotten meanwhile
-        if outcome.code or already or not wanted:
+        is_kept = wanted and not already and not self._rising[node, bit].is_probe
+        if outcome.code or not is_kept:
             self._residency.space.free(job.pieces)
         if outcome.code and not wanted:
             reason = MissReason.ABSENT  # forgotten while it was on its way: no fault of the tier
@@ -173,7 +176,7 @@ class Staging:
             tier.read_pause_ns = FIRST_PAUSE_NS
             self._context.counts.staged_objects += 1
             self._context.counts.staged_bytes += length
-            if wanted and not already:
+            if is_kept:
                 self._residency.publish(node, bit, job.pieces, length, job.record.checksum)
             for lease in self._rising[node, bit].leases:
                 lease.staged_bytes += length

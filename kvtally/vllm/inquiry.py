@@ -306,6 +306,8 @@ class Inquiries:
                 self._give_back(client, lease)
         if inquiry.call is not None and inquiry.call.result is None:
             inquiry.call.cancel()
+        elif inquiry.call is not None and isinstance(inquiry.call.result, Lease):  # came with the deadline
+            self._give_back(client, inquiry.call.result)
         end = best.end_tokens if best is not None else 0
         wait_s = (time.monotonic_ns() - inquiry.asked_ns) / 1e9
         ends = [e for e in inquiry.ends if e <= end]

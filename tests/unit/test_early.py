@@ -1,6 +1,6 @@
-"""Early prefetch in the scheduler half, rule by rule: when a request is asked about, how often, and what is given back.
+"""Early prefetch, rule by rule: when a request is asked about, how often, and what is given back.
 
-The scheduler half is the real one, with vLLM's own enumerations (so these are `engine` tests); requests are fakes.
+Against a real store; requests are fakes and vLLM is not needed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import pytest
 
 from kvtally.client import Miss, StoreClient
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
+from kvtally.vllm.asking import Asking, Question
 from kvtally.vllm.inquiry import Inquiries, Inquiry
 from kvtally.vllm.path import Extras
 from kvtally.vllm.path import Path as TokenPath
+from kvtally.vllm.tally import Tally
 from kvtally.wire.messages import PutObject, PutStatus
 from tests.unit.shell import Bench, Running, eventually
-
-pytestmark = pytest.mark.engine
 
 CHUNK = 64
 DENSE = Namespace(
@@ -71,15 +71,11 @@ def inquiries(bench: Bench, store: Running) -> Iterator[Asked]:
 
 
 @pytest.fixture
-def half(inquiries: Asked) -> Callable[..., Any]:
-    from kvtally.vllm.layout import EngineLayout
-    from kvtally.vllm.scheduler import SchedulerHalf
-
-    layout = EngineLayout(namespace=DENSE, group_ids=(0,), layer_names=(("l",),), block_tokens=16)
-    return lambda **settings: SchedulerHalf(layout, inquiries, world_size=1, wait_ms=2000, **settings)
+def asking(inquiries: Asked) -> Callable[..., Asking]:
+    return lambda **settings: Asking(inquiries, Tally(), full_groups=(0,), wait_ms=2000, **settings)
 
 
-def request(name: str = "r", tokens: list[int] = PROMPT, **changes: Any) -> Any:
+def question(name: str = "r", tokens: list[int] = PROMPT, **changes: Any) -> Question:
     plain = {
         "request_id": name,
         "prompt_token_ids": tokens,
@@ -101,7 +97,8 @@ def request(name: str = "r", tokens: list[int] = PROMPT, **changes: Any) -> Any:
         "status": None,
         "is_finished": lambda: False,
     }
-    return SimpleNamespace(**plain | changes)
+    request: Any = SimpleNamespace(**plain | changes)
+    return Question(request, TokenPath(CHUNK, Extras()))
 
 
 def save(bench: Bench, tokens: list[int] = PROMPT) -> None:
@@ -114,63 +111,55 @@ def save(bench: Bench, tokens: list[int] = PROMPT) -> None:
         assert client.put(objects) == [PutStatus.WRITE] * len(chunks)
 
 
-def matched(half: Any, asked: Any) -> int:
-    found: list[int] = []
-
-    def is_known() -> bool:
-        count, _ = half.matched_tokens(asked, 0)
-        found.extend([] if count is None else [count])
-        return count is not None
-
-    eventually(is_known)
-    return found[0]
+def matched(asking: Asking, asked: Question) -> int:
+    """As the scheduler does it: ask in every step until there is an answer."""
+    eventually(lambda: asking.answer(asked) is not None)
+    assert asked.answer is not None
+    return asked.answer.end_tokens
 
 
-def test_called_before_scheduling(half: Callable[..., Any], inquiries: Asked, bench: Bench) -> None:
+def test_called_before_scheduling(asking: Callable[..., Asking], inquiries: Asked, bench: Bench) -> None:
     """The lookup is answered before the scheduler has asked for anything, and without its help."""
     save(bench)
-    half().on_new_request(request())
+    asking().arrived(question())
     eventually(lambda: inquiries.asked[0].answer is not None)
     assert inquiries.asked[0].is_early
     assert inquiries.asked[0].answer is not None
     assert inquiries.asked[0].answer.end_tokens == 192
 
 
-def test_skipped_for_incomplete_prompts(half: Callable[..., Any], inquiries: Asked, bench: Bench) -> None:
+def test_skipped_for_incomplete_prompts(asking: Callable[..., Asking], inquiries: Asked, bench: Bench) -> None:
     """A streaming input is asked about when it is scheduled, not before its tokens are there."""
     save(bench)
-    scheduler = half()
-    streaming = request(tokens=PROMPT[:10], resumable=True)
-    scheduler.on_new_request(streaming)
+    scheduler = asking()
+    streaming = question(tokens=PROMPT[:10], resumable=True)
+    scheduler.arrived(streaming)
     assert inquiries.asked == []
-    streaming.prompt_token_ids = streaming.all_token_ids = PROMPT
-    streaming.num_tokens = streaming.num_prompt_tokens = len(PROMPT)
+    streaming.request.prompt_token_ids = PROMPT
     assert matched(scheduler, streaming) == 192
     assert [inquiry.is_early for inquiry in inquiries.asked] == [False]
 
 
-def test_idempotent(half: Callable[..., Any], inquiries: Asked, bench: Bench) -> None:
+def test_idempotent(asking: Callable[..., Asking], inquiries: Asked, bench: Bench) -> None:
     """One lookup for one request, whatever the order and number of calls."""
     save(bench)
-    scheduler = half()
+    scheduler = asking()
     for name in ("first", "second"):
-        asked = request(name)
-        scheduler.on_new_request(asked)
-        scheduler.on_new_request(asked)
+        asked = question(name)
+        scheduler.arrived(asked)
         assert matched(scheduler, asked) == 192
         assert matched(scheduler, asked) == 192
-        scheduler.on_new_request(asked)
-        scheduler.matched_tokens(asked, 64)
+        scheduler.answer(asked)
     assert len(inquiries.asked) == 2
 
 
-def test_off_switch(half: Callable[..., Any], inquiries: Asked, bench: Bench, store: Running) -> None:
+def test_off_switch(asking: Callable[..., Asking], inquiries: Asked, bench: Bench, store: Running) -> None:
     """With `prefetch: off` nothing happens until the scheduler asks; then the same is found."""
     save(bench)
-    scheduler = half(prefetch=False)
-    asked = request()
+    scheduler = asking(prefetch=False)
+    asked = question()
     lookups = store.stats("lookups", "total")
-    scheduler.on_new_request(asked)
+    scheduler.arrived(asked)
     time.sleep(0.05)
     assert inquiries.asked == []
     assert store.stats("lookups", "total") == lookups
@@ -178,23 +167,23 @@ def test_off_switch(half: Callable[..., Any], inquiries: Asked, bench: Bench, st
     assert [inquiry.is_early for inquiry in inquiries.asked] == [False]
 
 
-def test_the_deadline_counts_from_when_the_scheduler_comes(half: Callable[..., Any], inquiries: Asked) -> None:
-    scheduler = half()
-    asked = request()
-    scheduler.on_new_request(asked)
+def test_the_deadline_counts_from_when_the_scheduler_comes(asking: Callable[..., Asking], inquiries: Asked) -> None:
+    scheduler = asking()
+    asked = question()
+    scheduler.arrived(asked)
     (inquiry,) = inquiries.asked
     assert inquiry.deadline_ns - inquiry.asked_ns > 10_000_000_000  # a queue may be long
     inquiry.is_wanted, inquiry.answer = False, None
-    scheduler.matched_tokens(asked, 0)
+    scheduler.answer(asked)
     assert inquiry.answer is not None or inquiry.deadline_ns - time.monotonic_ns() <= 2_000_000_000
 
 
 def test_what_was_saved_while_a_request_queued_is_found(
-    half: Callable[..., Any], inquiries: Asked, bench: Bench
+    asking: Callable[..., Asking], inquiries: Asked, bench: Bench
 ) -> None:
-    scheduler = half()
-    asked = request()
-    scheduler.on_new_request(asked)
+    scheduler = asking()
+    asked = question()
+    scheduler.arrived(asked)
     eventually(lambda: inquiries.asked[0].answer is not None)
     save(bench)
     time.sleep(0.15)
@@ -203,40 +192,45 @@ def test_what_was_saved_while_a_request_queued_is_found(
 
 
 def test_an_aborted_request_gives_back_what_it_holds(
-    half: Callable[..., Any], inquiries: Asked, bench: Bench, store: Running
+    asking: Callable[..., Asking], inquiries: Asked, bench: Bench, store: Running
 ) -> None:
     save(bench)
-    scheduler = half()
+    scheduler = asking()
     for name, is_matched in (("early", False), ("late", True)):
-        asked = request(name)
-        scheduler.on_new_request(asked)
+        asked = question(name)
+        scheduler.arrived(asked)
         if is_matched:
             matched(scheduler, asked)
-        scheduler.finished(asked, ((),))
+            assert asked.answer is not None
+            assert asked.answer.lease is not None
+            inquiries.release(asked.answer.lease)
+        scheduler.ended(asked)
     eventually(lambda: inquiries.asked[0].answer is not None)
     eventually(lambda: store.stats("leases", "open") == 0)
     assert store.stats("arena", "held_bytes") == 0
 
 
-def test_place_and_priority_reach_the_store(half: Callable[..., Any], inquiries: Asked) -> None:
-    scheduler = half()
-    for number in range(3):
-        scheduler.on_new_request(request(f"r{number}", priority=-number))
-    scheduler.finished(request("r0"), ((),))
-    scheduler.on_new_request(request("r3"))
+def test_place_and_priority_reach_the_store(asking: Callable[..., Asking], inquiries: Asked) -> None:
+    scheduler = asking()
+    first = question("r0")
+    scheduler.arrived(first)
+    for number in (1, 2):
+        scheduler.arrived(question(f"r{number}", priority=-number))
+    scheduler.ended(first)
+    scheduler.arrived(question("r3"))
     assert [(inquiry.ahead, inquiry.priority) for inquiry in inquiries.asked] == [(0, 0), (1, -1), (2, -2), (2, 0)]
 
 
-def test_arrival_costs_the_engine_less_than_50_microseconds(half: Callable[..., Any]) -> None:
-    scheduler = half()
-    tokens = list(range(16_000))
-    requests = [request(f"r{number}", tokens) for number in range(300)]
-    seconds = []
-    for asked in requests:
-        begun = time.perf_counter()
-        scheduler.on_new_request(asked)
-        seconds.append(time.perf_counter() - begun)
-        time.sleep(0.001)
-    median = sorted(seconds)[len(seconds) // 2]
-    print(f"on_new_request: {median * 1e6:.1f} µs")
-    assert median < 50e-6
+def test_loading_is_weighed_only_when_the_rate_is_known_and_not_when_told_to_load_always(
+    asking: Callable[..., Asking], inquiries: Asked
+) -> None:
+    for always_load in (False, True):
+        scheduler = asking(always_load=always_load)
+        scheduler.arrived(question())
+        scheduler.step_launched(500)
+        time.sleep(0.01)
+        scheduler.step_done()
+        scheduler.arrived(question())
+    unknown, known, _, never = (inquiry.prefill_tokens_s for inquiry in inquiries.asked)
+    assert (unknown, never) == (0, 0)
+    assert 0 < known <= 50_000
