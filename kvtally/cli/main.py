@@ -91,6 +91,15 @@ def _bench_repeat(context: typer.Context) -> None:
     _run_module("kvtally.bench.repeat", context.args)
 
 
+@bench_app.command("prefetch", context_settings=_PASS_ON, epilog="Example: kvtally bench prefetch --json")
+def _bench_prefetch(context: typer.Context) -> None:
+    """Measure what early prefetch is worth when vLLM's queue is full.
+
+    Time to the first token of prompts that lie on a slow disk: prefetch on, off, everything in the arena, no store.
+    """
+    _run_module("kvtally.bench.prefetch", context.args)
+
+
 @app.command("demo", context_settings=_PASS_ON, epilog="Example: kvtally demo")
 def _demo(context: typer.Context) -> None:
     """See it work on this machine, without a GPU.
