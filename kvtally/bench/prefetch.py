@@ -46,6 +46,7 @@ from kvtally.wire.limits import MIB
 BURST_S = 300.0
 FIRST_SEED = 5_000
 WARM_UP_SEED = 1
+WARM_UP_TOKENS = 300
 ARENA_BYTES = 512 * MIB
 SLOW_BYTES_S = 1_000_000
 COMPUTES_PER_LOAD = 2.0  # computing this many prompts takes as long as loading one
@@ -158,7 +159,7 @@ class Experiment:
     def _warm(self, engine: BurstEngine) -> None:
         """Let it find the store; what is slow only the first time is nobody's figure."""
         for _ in range(2):
-            engine.run(Burst(seeds=[WARM_UP_SEED], tokens=self._scale.prompt_tokens))
+            engine.run(Burst(seeds=[WARM_UP_SEED], tokens=min(WARM_UP_TOKENS, self._scale.prompt_tokens)))
 
     def _calibrate(self, plain: BurstEngine, on: BurstEngine) -> None:
         """How long a prompt takes to compute, how large it is, and how long fillers must run."""
@@ -175,6 +176,8 @@ class Experiment:
         step_s = plain.run(self._burst([], PROBED_TOKENS)).filler_s / PROBED_TOKENS
         needed_s = SPARE * COMPUTES_PER_LOAD * self._scale.requests * self._figures.compute_s
         self._filler_tokens = max(PROBED_TOKENS, int(needed_s / step_s))
+        told = f"{self._figures.compute_s:.2f} s for {self._figures.prompt_bytes:,} bytes"
+        self._say(f"a prompt takes {told}; fillers of {self._filler_tokens} tokens for {needed_s:.1f} s")
 
     def _fresh(self, count: int) -> list[int]:
         self._next_seed += count
@@ -195,9 +198,10 @@ class Experiment:
         seconds: defaultdict[str, list[float]] = defaultdict(list)
 
         def take(arm: str, engine: BurstEngine) -> None:
-            self._say(f"{name}: {arm}")
             found = engine.run(self._burst(self._seeds, self._filler_tokens))
             seconds[arm] += [answer.seconds for answer in found.answers]
+            mean_s = statistics.mean(answer.seconds for answer in found.answers)
+            self._say(f"{name}: {arm} {mean_s:.2f} s, the queue was full for {found.filler_s:.2f} s")
             for seed, answer in zip(self._seeds, found.answers, strict=True):
                 outputs = self._outputs[seed]
                 (outputs.references if engine is plain else outputs.restored).append(answer)

@@ -355,8 +355,10 @@ class Reads:
         for _, node, _ in lease.needs:
             self._residency.pin(node)
         self._stage_missing(lease, now_ns)
-        if not lease.awaited:
+        if not lease.awaited and lease.is_told:
             self._announce(lease, now_ns)
+        elif not lease.awaited:  # `Found` will say so
+            lease.announced, lease.staged_ns = True, now_ns
 
     def want(self, session: Session, request: Wanted, now_ns: int) -> None:
         """The engine has come to a request: it goes before those that are early, or is answered with what is there."""
@@ -371,8 +373,19 @@ class Reads:
         if lease.is_granted:
             self.staging.hasten(lease)
             self._weigh(lease, now_ns)
-        else:
+        elif not self._grant_resident(lease, now_ns):
             self._is_room_new = True
+
+    def _grant_resident(self, lease: Lease, now_ns: int) -> bool:
+        """Grant a lease that waits, if nothing is to be staged for it: then it need not wait for room."""
+        view = self._view(lease.family, lease.request, now_ns)
+        needs = needs_of(lease.family, lease.request, view.path, view.hit) if view.hit.end_tokens else []
+        if not needs or self._lane(needs, now_ns) != ARENA:
+            return False
+        self.planner.leave(lease.id)
+        lease.path, lease.needs, lease.end_tokens = view.path, needs, view.hit.end_tokens
+        self._grant(lease, now_ns)
+        return True
 
     def _weigh(self, lease: Lease, now_ns: int) -> None:
         """Load or compute: leave what would take longer to load than to compute."""
@@ -523,11 +536,10 @@ class Reads:
                 return
         self._aim(lease, hit)
         lease.announced, lease.staged_ns = True, now_ns
-        if lease.is_told:
-            self._count(request, hit.end_tokens, lease.reason)
-            self._context.send(lease.session, self._staged(lease, now_ns))
-            if not hit.end_tokens:
-                self._drop(lease, now_ns)
+        self._count(request, hit.end_tokens, lease.reason)
+        self._context.send(lease.session, self._staged(lease, now_ns))
+        if not hit.end_tokens:
+            self._drop(lease, now_ns)
 
     @staticmethod
     def _staged(lease: Lease, now_ns: int) -> Staged:

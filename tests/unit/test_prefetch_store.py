@@ -257,6 +257,18 @@ def test_a_slow_tier_is_measured_again_after_a_while() -> None:
     assert node.store.stats(node.now_ns)["arena"]["objects"] == 4  # type: ignore[index]
 
 
+def test_what_is_in_the_arena_need_not_wait_for_room_once_it_is_wanted() -> None:
+    node = Node(dict.fromkeys((1, 2, 3), (1, 4)))
+    for prompt in (1, 2, 3):
+        measured(node, prompt, after_s=0.001)
+    leases = [node.lookup(prompt, early=True) for prompt in (1, 2, 3)]
+    assert [found.staging for found in leases] == [0, 1, 1]
+    for found in leases[1:]:
+        done, staged = node.ask(Wanted(3, found.lease))
+        assert (done.id, staged.lease, staged.end_tokens) == (3, found.lease, 256)
+    assert node.jobs == []
+
+
 @pytest.mark.parametrize(
     ("wanted", "read", "outcome"),
     [("before", True, "late"), ("after", True, "in_time"), ("never", True, "in_time"), ("never", False, "wasted")],
