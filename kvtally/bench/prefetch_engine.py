@@ -47,10 +47,12 @@ class Burst(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bursted(msgspec.Struct, frozen=True, kw_only=True):
-    """For each seed its first token and the time to it; and the seconds that the fillers took."""
+    """For each seed its first token and the time to it. `filler_s`: what the fillers took; `queue_s`: for how long of
+    it the seeds' requests were queued behind them."""
 
     answers: list[Answer] = []
     filler_s: float = 0.0
+    queue_s: float = 0.0
     error: str = ""
 
 
@@ -72,24 +74,26 @@ class Engine:
         deadline = time.monotonic() + BURST_S
         while waiting and time.monotonic() < deadline:  # until every one of them runs
             waiting -= {output.request_id for output in self._step() if output.outputs[0].token_ids}
+        arrival = time.perf_counter()
         added: dict[str, tuple[int, float]] = {}
         for index, seed in enumerate(burst.seeds):
             at = time.perf_counter()
             added[self._add(seed, burst.tokens, 1)] = (index, at)
         answers: dict[int, Answer] = {}
-        filler_s = 0.0
+        ended = arrival
         while (len(answers) < len(added) or fillers) and time.monotonic() < deadline:
             for output in self._step():
                 if output.request_id in fillers and output.finished:
                     fillers.discard(output.request_id)
-                    filler_s = time.perf_counter() - begun
+                    ended = time.perf_counter()
                 elif output.request_id in added and output.outputs[0].token_ids:
                     index, at = added[output.request_id]
                     answers[index] = self._answer(output, time.perf_counter() - at)
         if len(answers) < len(added):
             return Bursted(error=f"{len(added) - len(answers)} requests had no answer within {BURST_S:g} s")
         self._runner.settle()  # what is being saved is saved before anything else is measured
-        return Bursted(answers=[answers[index] for index in sorted(answers)], filler_s=filler_s)
+        in_order = [answers[index] for index in sorted(answers)]
+        return Bursted(answers=in_order, filler_s=ended - begun, queue_s=ended - arrival)
 
     def _add(self, seed: int, tokens: int, answer_tokens: int) -> str:
         from vllm import SamplingParams

@@ -6,7 +6,7 @@ Owns the figures' form, the targets and the table. Measures nothing: `bench.pref
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -25,7 +25,12 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     mean_s: float = 0.0
     p50_s: float = 0.0
     p99_s: float = 0.0
+    queue_s: float = 0.0  # of it, on average, the running queue was full
     samples: list[float] = []
+
+    @property
+    def after_queue_s(self) -> float:
+        return self.mean_s - self.queue_s
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,12 +40,8 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes_s: int
     arms: dict[str, Times]
 
-    def gain(self) -> float:
-        """By how much prefetch shortens the mean time to the first token."""
-        return 1 - self.arms["on"].mean_s / self.arms["off"].mean_s
-
-    def over_arena(self) -> float:
-        return self.arms["on"].mean_s / self.arms["arena"].mean_s
+    def ratio(self, one: str, other: str) -> float:
+        return same_queue_ratio(self.arms, one, other)
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +73,8 @@ class Figures(msgspec.Struct, kw_only=True):
     mean_ttft_off_s: float = 0.0
     mean_ttft_arena_s: float = 0.0
     mean_ttft_no_store_s: float = 0.0
-    gain: float = 0.0
+    gain: float = 0.0  # by how much prefetch shortens the mean, behind the same queue
+    gain_as_measured: float = 0.0  # the same of the means above, with the queues that each arm had
     on_over_arena: float = 0.0
     nothing_on_over_off: float = 0.0  # prompts of which the store has nothing
     slow_tier_over_no_store: float = 0.0  # one request at a time, a disk of 1 MB/s, loading weighed against computing
@@ -85,12 +87,20 @@ class Figures(msgspec.Struct, kw_only=True):
     targets: list[Target] = []
 
 
-def times(seconds: Sequence[float]) -> Times:
+def same_queue_ratio(arms: Mapping[str, Times], one: str, other: str) -> float:
+    """Of two arms' mean times to the first token, each behind the same queue: that of the median arm. A busy neighbour
+    lengthens the queue of one arm and not of another, by more than what is to be measured."""
+    queue_s = statistics.median(found.queue_s for found in arms.values())
+    return (queue_s + arms[one].after_queue_s) / (queue_s + arms[other].after_queue_s)
+
+
+def times(seconds: Sequence[float], queues_s: Sequence[float] = (0.0,)) -> Times:
     ordered = sorted(seconds)
     return Times(
         mean_s=statistics.mean(ordered),
         p50_s=statistics.median(ordered),
         p99_s=ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+        queue_s=statistics.mean(queues_s),
         samples=list(seconds),
     )
 
@@ -112,14 +122,16 @@ def judge(figures: Figures) -> list[Target]:
 
 def page(figures: Figures) -> RenderableType:
     table = Table(
-        "disk", "arm", "mean", "p50", "p99", title="time to the first token, in seconds", title_justify="left"
+        "disk", "arm", "mean", "p50", "p99", "queue", title="time to the first token, in seconds", title_justify="left"
     )
     for speed in figures.speeds:
         for arm, found in speed.arms.items():
-            table.add_row(speed.name, arm, *(f"{value:.3f}" for value in (found.mean_s, found.p50_s, found.p99_s)))
+            shown = (found.mean_s, found.p50_s, found.p99_s, found.queue_s)
+            table.add_row(speed.name, arm, *(f"{value:.3f}" for value in shown))
     for title, arms in (("one at a time", figures.single), ("nothing saved", figures.nothing)):
         for arm, found in arms.items():
-            table.add_row(title, arm, *(f"{value:.3f}" for value in (found.mean_s, found.p50_s, found.p99_s)))
+            shown = (found.mean_s, found.p50_s, found.p99_s, found.queue_s)
+            table.add_row(title, arm, *(f"{value:.3f}" for value in shown))
     targets = Table("target", "measured", "to reach", "", title_justify="left")
     for target in figures.targets:
         targets.add_row(target.key, f"{target.value:.3f}", target.target, "ok" if target.ok else "miss")
