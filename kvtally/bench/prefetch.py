@@ -7,8 +7,8 @@
 Before each burst from disk the store is started anew, so that nothing is in its arena, and the engine's own prefix
 cache is emptied. The disk is throttled by the store (`--disk-read-limit`) to a speed at which loading one prompt takes
 as long as computing two, to four times that, and not at all. `on` and `off` load always; apart from them, one request
-at a time, loading is weighed against computing with a disk of 1 MB/s and with a fast one. Bursts of which the store has
-nothing show what prefetch costs where it is good for nothing.
+at a time, loading is weighed against computing with a disk of 1 MB/s or less and with a fast one. Bursts of which the
+store has nothing show what prefetch costs where it is good for nothing.
 
 Owns the plan; engines are `bench.prefetch_engine`, stores `bench.processes`; `bench.prefetch_report` judges. One engine
 computes at a time, arms alternate within each round, every wait has a deadline.
@@ -45,10 +45,12 @@ from kvtally.wire.limits import MIB
 
 BURST_S = 300.0
 FIRST_SEED = 5_000
+PARTS = ("bursts", "nothing", "weighing")
 WARM_UP_SEED = 1
 WARM_UP_TOKENS = 300
 ARENA_BYTES = 512 * MIB
-SLOW_BYTES_S = 1_000_000
+SLOW_BYTES_S = 1_000_000  # or slower, where computing is so slow that this would be worth loading from
+SLOW_LOADS = 4.0  # loading from a slow disk takes so much longer than computing
 COMPUTES_PER_LOAD = 2.0  # computing this many prompts takes as long as loading one
 SPARE = 1.15  # the queue is full for so much longer than all loads take
 PROBED_TOKENS = 40
@@ -76,6 +78,7 @@ class Scale:
     requests: int
     fillers: int
     rounds: int
+    parts: frozenset[str]
     arguments: dict[str, Any]
 
 
@@ -112,11 +115,18 @@ class Experiment:
             ):
                 self._calibrate(plain, on)
                 full = self._figures.prompt_bytes / self._figures.compute_s / COMPUTES_PER_LOAD
-                for name, disk_bytes_s in (("load = 2 × compute", full), ("load = ½ × compute", 4 * full), ("fast", 0)):
-                    self._figures.speeds.append(self._bursts(name, int(disk_bytes_s), plain, on, off))
-                self._nothing(on, off)
-            with self._engine("weighing") as weighing:
-                self._weigh(plain, weighing)
+                if "bursts" in self._scale.parts:
+                    for name, disk_bytes_s in (
+                        ("load = 2 × compute", full),
+                        ("load = ½ × compute", 4 * full),
+                        ("fast", 0),
+                    ):
+                        self._figures.speeds.append(self._bursts(name, int(disk_bytes_s), plain, on, off))
+                if "nothing" in self._scale.parts:
+                    self._nothing(on, off)
+            if "weighing" in self._scale.parts:
+                with self._engine("weighing") as weighing:
+                    self._weigh(plain, weighing)
         self._conclude()
         return self._figures
 
@@ -224,6 +234,7 @@ class Experiment:
 
     def _nothing(self, on: BurstEngine, off: BurstEngine) -> None:
         """Prompts that nobody has saved."""
+        cpu_s: defaultdict[str, list[float]] = defaultdict(list)
         seconds: defaultdict[str, list[float]] = defaultdict(list)
         queues_s: defaultdict[str, list[float]] = defaultdict(list)
         for number in range(2 * self._scale.rounds):
@@ -232,12 +243,13 @@ class Experiment:
                 found = engine.run(self._burst(self._fresh(self._scale.requests), self._filler_tokens // 4))
                 seconds[arm] += [answer.seconds for answer in found.answers]
                 queues_s[arm].append(found.queue_s)
-        self._figures.nothing = {arm: times(found, queues_s[arm]) for arm, found in seconds.items()}
+                cpu_s[arm].append(found.cpu_s)
+        self._figures.nothing = {arm: times(found, queues_s[arm], cpu_s[arm]) for arm, found in seconds.items()}
 
     def _weigh(self, plain: BurstEngine, weighing: BurstEngine) -> None:
         """One request at a time, as an engine with nothing else to do sees it."""
         seconds: defaultdict[str, list[float]] = defaultdict(list)
-        for arm, disk_bytes_s in (("slow disk", SLOW_BYTES_S), ("fast disk", 0)):
+        for arm, disk_bytes_s in (("slow disk", self._slow_bytes_s()), ("fast disk", 0)):
             self._restart(disk_bytes_s)
             self._warm(weighing)
             weighing.run(Burst(seeds=self._fresh(3), tokens=self._scale.prompt_tokens))  # it learns its own speed
@@ -245,7 +257,9 @@ class Experiment:
             with Ledger(self._daemon) as ledger:
                 for seed in self._seeds:
                     self._say(f"one at a time: {arm}")
-                    seconds["no_store"].append(self._alone(plain, seed).seconds)
+                    computed = self._alone(plain, seed)
+                    seconds["no_store"].append(computed.seconds)
+                    self._outputs[seed].references.append(computed)
                     answer = self._alone(weighing, seed)
                     seconds[arm].append(answer.seconds)
                     self._outputs[seed].restored.append(answer)
@@ -256,18 +270,28 @@ class Experiment:
                         self._figures.fast_tier_disk_tokens = half.tokens_disk
         self._figures.single = {arm: times(found) for arm, found in seconds.items()}
 
+    def _slow_bytes_s(self) -> int:
+        worthless = int(self._figures.prompt_bytes / self._figures.compute_s / SLOW_LOADS)
+        self._figures.slow_tier_bytes_s = min(SLOW_BYTES_S, worthless)
+        return self._figures.slow_tier_bytes_s
+
     def _conclude(self) -> None:
         figures = self._figures
-        main = figures.speeds[0]
-        figures.mean_ttft_on_s = main.arms["on"].mean_s
-        figures.mean_ttft_off_s = main.arms["off"].mean_s
-        figures.mean_ttft_arena_s = main.arms["arena"].mean_s
-        figures.mean_ttft_no_store_s = main.arms["no_store"].mean_s
-        figures.gain, figures.on_over_arena = 1 - main.ratio("on", "off"), main.ratio("on", "arena")
-        figures.gain_as_measured = 1 - figures.mean_ttft_on_s / figures.mean_ttft_off_s
-        figures.nothing_on_over_off = same_queue_ratio(figures.nothing, "on", "off")
-        figures.slow_tier_over_no_store = _ratio(figures.single["slow disk"], figures.single["no_store"])
-        figures.outputs_equal = are_equal(list(self._outputs.values()))
+        if figures.speeds:
+            main = figures.speeds[0]
+            figures.mean_ttft_on_s = main.arms["on"].mean_s
+            figures.mean_ttft_off_s = main.arms["off"].mean_s
+            figures.mean_ttft_arena_s = main.arms["arena"].mean_s
+            figures.mean_ttft_no_store_s = main.arms["no_store"].mean_s
+            figures.gain, figures.on_over_arena = 1 - main.ratio("on", "off"), main.ratio("on", "arena")
+            figures.gain_as_measured = 1 - figures.mean_ttft_on_s / figures.mean_ttft_off_s
+        if figures.nothing:
+            on, off = figures.nothing["on"], figures.nothing["off"]
+            figures.nothing_on_over_off = statistics.median(on.cpu_s) / statistics.median(off.cpu_s)
+            figures.nothing_ttft_on_over_off = same_queue_ratio(figures.nothing, "on", "off")
+        if figures.single:
+            figures.slow_tier_over_no_store = _ratio(figures.single["slow disk"], figures.single["no_store"])
+        figures.outputs_equal = not self._outputs or are_equal(list(self._outputs.values()))
         figures.targets = judge(figures)
 
     def _say(self, what: str) -> None:
@@ -323,6 +347,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--engine", metavar="JSON", default="{}", help='more arguments for vllm.LLM, like {"block_size": 256}'
     )
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this part; may be repeated")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     return parser
 
@@ -344,6 +369,7 @@ def _scale(options: argparse.Namespace) -> Scale:
         requests=options.requests,
         fillers=options.fillers,
         rounds=options.rounds,
+        parts=frozenset(options.part or PARTS),
         arguments=arguments,
     )
 

@@ -53,6 +53,7 @@ class Bursted(msgspec.Struct, frozen=True, kw_only=True):
     answers: list[Answer] = []
     filler_s: float = 0.0
     queue_s: float = 0.0
+    cpu_s: float = 0.0  # processor time of the engine's process, its connector included
     error: str = ""
 
 
@@ -68,7 +69,7 @@ class Engine:
             error = self._runner.carry_out(Reset()).error
             if error:
                 return Bursted(error=error)
-        begun = time.perf_counter()
+        begun, begun_cpu = time.perf_counter(), time.process_time()
         fillers = {self._add(seed, 32, burst.filler_tokens) for seed in burst.fillers}
         waiting = set(fillers)
         deadline = time.monotonic() + BURST_S
@@ -92,8 +93,9 @@ class Engine:
         if len(answers) < len(added):
             return Bursted(error=f"{len(added) - len(answers)} requests had no answer within {BURST_S:g} s")
         self._runner.settle()  # what is being saved is saved before anything else is measured
+        cpu_s = time.process_time() - begun_cpu
         in_order = [answers[index] for index in sorted(answers)]
-        return Bursted(answers=in_order, filler_s=ended - begun, queue_s=ended - arrival)
+        return Bursted(answers=in_order, filler_s=ended - begun, queue_s=ended - arrival, cpu_s=cpu_s)
 
     def _add(self, seed: int, tokens: int, answer_tokens: int) -> str:
         from vllm import SamplingParams

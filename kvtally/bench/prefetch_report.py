@@ -26,6 +26,7 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     p50_s: float = 0.0
     p99_s: float = 0.0
     queue_s: float = 0.0  # of it, on average, the running queue was full
+    cpu_s: list[float] = []  # processor time of each burst
     samples: list[float] = []
 
     @property
@@ -76,8 +77,10 @@ class Figures(msgspec.Struct, kw_only=True):
     gain: float = 0.0  # by how much prefetch shortens the mean, behind the same queue
     gain_as_measured: float = 0.0  # the same of the means above, with the queues that each arm had
     on_over_arena: float = 0.0
-    nothing_on_over_off: float = 0.0  # prompts of which the store has nothing
-    slow_tier_over_no_store: float = 0.0  # one request at a time, a disk of 1 MB/s, loading weighed against computing
+    nothing_on_over_off: float = 0.0  # prompts of which the store has nothing; processor time, which neighbours spare
+    nothing_ttft_on_over_off: float = 0.0
+    slow_tier_over_no_store: float = 0.0  # one request at a time, a slow disk, loading weighed against computing
+    slow_tier_bytes_s: int = 0
     slow_tier_left_tokens: int = 0
     fast_tier_disk_tokens: int = 0
     outputs_equal: bool = False
@@ -94,30 +97,35 @@ def same_queue_ratio(arms: Mapping[str, Times], one: str, other: str) -> float:
     return (queue_s + arms[one].after_queue_s) / (queue_s + arms[other].after_queue_s)
 
 
-def times(seconds: Sequence[float], queues_s: Sequence[float] = (0.0,)) -> Times:
+def times(seconds: Sequence[float], queues_s: Sequence[float] = (0.0,), cpu_s: Sequence[float] = ()) -> Times:
     ordered = sorted(seconds)
     return Times(
         mean_s=statistics.mean(ordered),
         p50_s=statistics.median(ordered),
         p99_s=ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
         queue_s=statistics.mean(queues_s),
+        cpu_s=list(cpu_s),
         samples=list(seconds),
     )
 
 
 def judge(figures: Figures) -> list[Target]:
+    """Of what was measured."""
+
     def at_most(key: str, value: float, target: float) -> Target:
         return Target(key=key, value=value, target=f"≤ {target:g} ×", ok=value <= target)
 
     gain = Target(key="gain", value=figures.gain, target=f"≥ {GAIN_TARGET:.0%}", ok=figures.gain >= GAIN_TARGET)
     kept = figures.fast_tier_disk_tokens
-    return [
-        gain,
-        at_most("on_over_arena", figures.on_over_arena, ARENA_TARGET),
-        at_most("nothing_on_over_off", figures.nothing_on_over_off, NOTHING_TARGET),
-        at_most("slow_tier_over_no_store", figures.slow_tier_over_no_store, RECOMPUTE_TARGET),
-        Target(key="fast_tier_disk_tokens", value=kept, target="kept", ok=kept > 0),
-    ]
+    targets: list[Target] = []
+    if figures.speeds:
+        targets += [gain, at_most("on_over_arena", figures.on_over_arena, ARENA_TARGET)]
+    if figures.nothing:
+        targets.append(at_most("nothing_on_over_off", figures.nothing_on_over_off, NOTHING_TARGET))
+    if figures.single:
+        targets.append(at_most("slow_tier_over_no_store", figures.slow_tier_over_no_store, RECOMPUTE_TARGET))
+        targets.append(Target(key="fast_tier_disk_tokens", value=kept, target="kept", ok=kept > 0))
+    return targets
 
 
 def page(figures: Figures) -> RenderableType:

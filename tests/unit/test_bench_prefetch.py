@@ -15,6 +15,8 @@ from kvtally.errors import ConfigError
 GOOD = Figures(
     gain=0.3,
     on_over_arena=1.02,
+    single={"no_store": times([1.0])},
+    nothing={"on": times([1.0])},
     nothing_on_over_off=1.0,
     slow_tier_over_no_store=1.03,
     fast_tier_disk_tokens=1792,
