@@ -64,7 +64,7 @@ class Rising:
     leases: list[Lease]
     pieces: tuple[Piece, ...] = ()
     is_reading: bool = False
-    is_probe: bool = False  # read to measure the tier; not kept unless somebody came to wait for it
+    is_probe: bool = False  # read to measure the tier, unless somebody comes to wait for it
 
 
 class Staging:
@@ -159,11 +159,14 @@ class Staging:
         length = job.record.length_bytes
         self._planner.ended(job.tier, (node, bit))
         tier.speed.ended(0 if outcome.code else length, now_ns)
+        if self._rising[node, bit].is_probe:  # it was to be measured; what is wrong with it is found when it is needed
+            self._residency.space.free(job.pieces)
+            self._end(node, bit, "", now_ns)
+            return
         reason = ""
         already = self._residency.arena_mask(node) >> bit & 1
         wanted = self._residency.tier_mask(node, job.tier) >> bit & 1  # not forgotten meanwhile
-        is_kept = wanted and not already and not self._rising[node, bit].is_probe
-        if outcome.code or not is_kept:
+        if outcome.code or already or not wanted:
             self._residency.space.free(job.pieces)
         if outcome.code and not wanted:
             reason = MissReason.ABSENT  # forgotten while it was on its way: no fault of the tier
@@ -176,7 +179,7 @@ class Staging:
             tier.read_pause_ns = FIRST_PAUSE_NS
             self._context.counts.staged_objects += 1
             self._context.counts.staged_bytes += length
-            if is_kept:
+            if wanted and not already:
                 self._residency.publish(node, bit, job.pieces, length, job.record.checksum)
             for lease in self._rising[node, bit].leases:
                 lease.staged_bytes += length
