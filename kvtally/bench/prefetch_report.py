@@ -49,7 +49,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     value: float
     target: str
-    ok: bool
+    ok: bool | None  # None: what was measured varies by more than what is to be told apart
 
 
 class Figures(msgspec.Struct, kw_only=True):
@@ -90,6 +90,11 @@ class Figures(msgspec.Struct, kw_only=True):
     targets: list[Target] = []
 
 
+def is_noisy(samples: Sequence[float], target: float) -> bool:
+    """Whether samples of the same thing vary by more than five times the difference that is to be told."""
+    return bool(samples) and (max(samples) - min(samples)) / statistics.median(samples) > 5 * abs(target - 1)
+
+
 def same_queue_ratio(arms: Mapping[str, Times], one: str, other: str) -> float:
     """Of two arms' mean times to the first token, each behind the same queue: that of the median arm. A busy neighbour
     lengthens the queue of one arm and not of another, by more than what is to be measured."""
@@ -112,8 +117,9 @@ def times(seconds: Sequence[float], queues_s: Sequence[float] = (0.0,), cpu_s: S
 def judge(figures: Figures) -> list[Target]:
     """Of what was measured."""
 
-    def at_most(key: str, value: float, target: float) -> Target:
-        return Target(key=key, value=value, target=f"≤ {target:g} ×", ok=value <= target)
+    def at_most(key: str, value: float, target: float, reference: Sequence[float] = ()) -> Target:
+        ok = None if is_noisy(reference, target) else value <= target
+        return Target(key=key, value=value, target=f"≤ {target:g} ×", ok=ok)
 
     gain = Target(key="gain", value=figures.gain, target=f"≥ {GAIN_TARGET:.0%}", ok=figures.gain >= GAIN_TARGET)
     kept = figures.fast_tier_disk_tokens
@@ -121,11 +127,16 @@ def judge(figures: Figures) -> list[Target]:
     if figures.speeds:
         targets += [gain, at_most("on_over_arena", figures.on_over_arena, ARENA_TARGET)]
     if figures.nothing:
-        targets.append(at_most("nothing_on_over_off", figures.nothing_on_over_off, NOTHING_TARGET))
+        same = figures.nothing["off"].cpu_s
+        targets.append(at_most("nothing_on_over_off", figures.nothing_on_over_off, NOTHING_TARGET, same))
     if figures.single:
-        targets.append(at_most("slow_tier_over_no_store", figures.slow_tier_over_no_store, RECOMPUTE_TARGET))
+        same = figures.single["no_store"].samples
+        targets.append(at_most("slow_tier_over_no_store", figures.slow_tier_over_no_store, RECOMPUTE_TARGET, same))
         targets.append(Target(key="fast_tier_disk_tokens", value=kept, target="kept", ok=kept > 0))
     return targets
+
+
+_VERDICTS = {True: "ok", False: "miss", None: "too noisy to tell"}
 
 
 def page(figures: Figures) -> RenderableType:
@@ -142,7 +153,7 @@ def page(figures: Figures) -> RenderableType:
             table.add_row(title, arm, *(f"{value:.3f}" for value in shown))
     targets = Table("target", "measured", "to reach", "", title_justify="left")
     for target in figures.targets:
-        targets.add_row(target.key, f"{target.value:.3f}", target.target, "ok" if target.ok else "miss")
+        targets.add_row(target.key, f"{target.value:.3f}", target.target, _VERDICTS[target.ok])
     what = (
         f"{figures.engine}, {figures.model}: {figures.requests} prompts of {figures.prompt_tokens} tokens behind "
         f"{figures.fillers} that keep the running queue full for {figures.queue_s:.1f} s; computing one takes "

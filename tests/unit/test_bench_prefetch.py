@@ -16,7 +16,7 @@ GOOD = Figures(
     gain=0.3,
     on_over_arena=1.02,
     single={"no_store": times([1.0])},
-    nothing={"on": times([1.0])},
+    nothing={"on": times([1.0]), "off": times([1.0], cpu_s=[1.0, 1.01])},
     nothing_on_over_off=1.0,
     slow_tier_over_no_store=1.03,
     fast_tier_disk_tokens=1792,
@@ -64,6 +64,12 @@ def test_what_meets_its_target_is_ok() -> None:
 def test_what_misses_its_target_is_a_miss(key: str, value: float) -> None:
     worse = msgspec.structs.replace(GOOD, **{key: value})
     assert [target.key for target in judge(worse) if not target.ok] == [key]
+
+
+def test_where_the_machine_is_too_noisy_nothing_is_claimed() -> None:
+    noisy = {"on": times([1.0]), "off": times([1.0], cpu_s=[1.0, 1.2])}
+    targets = judge(msgspec.structs.replace(GOOD, nothing=noisy))
+    assert [target.key for target in targets if target.ok is None] == ["nothing_on_over_off"]
 
 
 def test_the_json_has_what_others_read() -> None:
