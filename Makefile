@@ -43,7 +43,7 @@ check: $(STAMP) ## lint, format, types and fast tests; under 2 minutes
 
 test: check setup ## check, then the slow tests, then those in real vLLM engines
 	$(PYTEST) -m "slow and not engine" -o faulthandler_timeout=900
-	$(PYTEST) -m engine -o faulthandler_timeout=900 tests/engine/test_connector.py tests/unit/test_vllm_stats.py
+	$(PYTEST) -m engine -o faulthandler_timeout=900 tests/engine/test_connector.py tests/engine/test_early.py tests/unit/test_vllm_stats.py
 
 conformance: setup ## the connector through every arm of the harness, four models; half an hour
 	$(PYTEST) -m engine -o faulthandler_timeout=1800 tests/engine
