@@ -2,10 +2,10 @@
 
     defaults < file (--config, else $KVTALLY_CONFIG, else ./kvtally.yaml) < KVTALLY_STORE__MEMORY=8GiB < --memory 8GiB
 
-`load` collects what was given and where; `Settings.store` reads and checks it. Everything wrong is a `ConfigError` that
-names the setting, where it was given and what would be right. Which settings there are, and their descriptions, is the
-table in `settings`; bounds of the protocol are not settings, they live in `wire.limits`. Neighbours: `cli` (left),
-`store.server` (right). No state, no threads.
+`load` collects what was given and where; `Settings.store`, `connector` and `router` read and check it. Everything wrong
+is a `ConfigError` that names the setting, where it was given and what would be right. Which settings there are, and
+their descriptions, is the table in `settings`; bounds of the protocol are not settings, they live in `wire.limits`.
+Neighbours: `cli` (left), `store.server` (right). No state, no threads.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ import msgspec
 import yaml
 
 from kvtally.errors import ConfigError
+from kvtally.instances import Instance, parse_instance
 from kvtally.machine import available_memory_bytes, disk_total_bytes, disk_usable_bytes
-from kvtally.settings import SECTIONS, SETTINGS, SHORTEST_TOKEN
+from kvtally.settings import FLAVOURS, SECTIONS, SETTINGS, SHORTEST_TOKEN
 from kvtally.units import human_size, is_loopback, parse_size, split_address
 from kvtally.wire.limits import KIB, MIB
 
 SMALLEST_BYTES = 16 * MIB  # of an arena or a disk tier: below that not one object of a large model fits
 SMALLEST_READ_BYTES_S = 64 * KIB
+SMALLEST_BODY_BYTES = 1024
 LONGEST_SOCKET_PATH_BYTES = 107  # sockaddr_un holds 108, with the closing zero
 DEFAULT_FILE = "kvtally.yaml"
 FILE_VARIABLE = "KVTALLY_CONFIG"
@@ -67,6 +69,27 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     on_unsupported: str = "refuse"
     allow_untested: bool = False
     model_identity: str = ""
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a router runs with."""
+
+    listen: str = "127.0.0.1:8080"
+    prefill: tuple[Instance, ...] = ()
+    decode: tuple[Instance, ...] = ()
+    flavour: str = "plain"
+    strict: bool = False
+    prefill_from_tokens: int = 64
+    receipt_wait_ms: int = 250
+    timeout_s: int = 300
+    max_body_bytes: int = 32 * MIB
+    tenant_header: str = ""
+    salt_file: str = ""
+    store_ca: str = ""
+    token: str = ""  # store.token: opens TCP stores, and the router's calls that change something
+
+    def __repr__(self) -> str:
+        return f"RouterConfig({self.flavour}, {len(self.prefill)} prefill, {len(self.decode)} decode, {self.listen})"
 
 
 class Origin(StrEnum):
@@ -174,6 +197,30 @@ class Settings:
             model_identity=self._plain("connector.model_identity"),
         )
 
+    def router(self) -> RouterConfig:
+        prefill = self._instances("router.prefill")
+        config = RouterConfig(
+            listen=self._address("router.listen") or "127.0.0.1:8080",
+            prefill=prefill,
+            decode=self._instances("router.decode"),
+            flavour=self._flavour(has_prefill=bool(prefill)),
+            strict=self._switch("router.strict", default=False),
+            prefill_from_tokens=self._number("router.prefill_from", default=64, most=1 << 30),
+            receipt_wait_ms=self._number("router.receipt_wait", default=250, most=60_000),
+            timeout_s=self._number("router.timeout", default=300, most=86_400),
+            max_body_bytes=self._body_bytes(),
+            tenant_header=self._plain("router.tenant_header"),
+            salt_file=self._path("router.salt_file") or _default_salt_file(self._environ),
+            store_ca=self._readable_path("router.store_ca"),
+            token=self._token(),
+        )
+        if config.strict and config.flavour not in ("kvtally", "plain"):
+            raise _wrong(
+                f"router.strict cannot be kept with the flavour {config.flavour}, which gives no proof of reuse",
+                "Use the flavour kvtally, or leave strict out: responses then say `missing`.",
+            )
+        return config
+
     def socket(self) -> str:
         path = self._path("store.socket") or _default_socket(self._environ)
         if len(os.fsencode(path)) > LONGEST_SOCKET_PATH_BYTES:
@@ -185,7 +232,8 @@ class Settings:
 
     def shown(self) -> list[Shown]:
         """Every setting with its value and origin, secrets hidden."""
-        values = {"store": msgspec.structs.asdict(self.store()), "connector": msgspec.structs.asdict(self.connector())}
+        sections = {"store": self.store(), "connector": self.connector(), "router": self.router()}
+        values = {name: msgspec.structs.asdict(section) for name, section in sections.items()}
         rows = []
         for key, setting in SETTINGS.items():
             given = self._given.get(key)
@@ -194,6 +242,8 @@ class Settings:
                 value = self._path(key)
             elif key == "store.token":
                 value = HIDDEN if given else ""
+            elif isinstance(value, tuple):
+                value = " ".join(instance.url for instance in value)
             rows.append(Shown(key, value, given.origin if given else Origin.DEFAULT, given.where if given else ""))
         return rows
 
@@ -241,7 +291,7 @@ class Settings:
 
     def _disk_read_bytes_s(self) -> int:
         given = self._given.get("store.disk_read_limit")
-        return _size("store.disk_read_limit", given, SMALLEST_READ_BYTES_S) if given is not None else 0
+        return _size("store.disk_read_limit", given, least_bytes=SMALLEST_READ_BYTES_S) if given is not None else 0
 
     def _token(self) -> str:
         from_file, plain = self._given.get("store.token_file"), self._given.get("store.token")
@@ -271,6 +321,35 @@ class Settings:
                 "The admin server speaks plain HTTP: use 127.0.0.1:PORT, and SSH or a proxy from elsewhere.",
             )
         return address
+
+    def _instances(self, key: str) -> tuple[Instance, ...]:
+        given = self._given.get(key)
+        if given is None:
+            return ()
+        words = given.raw if isinstance(given.raw, list) else _text(key, given).split()
+        try:
+            found = [parse_instance(str(word), default_store=self.socket()) for word in words]
+        except ValueError as error:
+            raise _unusable(
+                f"{_told(key, given)} does not name instances: {error}", f"For example {SETTINGS[key].example}."
+            ) from error
+        if len({instance.url for instance in found}) < len(found):
+            raise _wrong(f"{_told(key, given)} names an instance twice", "Name each once.")
+        return tuple(found)
+
+    def _flavour(self, *, has_prefill: bool) -> str:
+        flavour = self._plain("router.flavour") or ("kvtally" if has_prefill else "plain")
+        if flavour not in FLAVOURS:
+            raise _unknown(f"flavour {flavour!r} (from {self._given['router.flavour'].where})", flavour, FLAVOURS)
+        if has_prefill and flavour == "plain":
+            raise _wrong("the flavour plain has no prefill, but there are prefill instances", "Leave one of them out.")
+        if not has_prefill and flavour != "plain":
+            raise _wrong(f"the flavour {flavour} needs prefill instances", "Name them: --prefill URL.")
+        return flavour
+
+    def _body_bytes(self) -> int:
+        given = self._given.get("router.max_body")
+        return 32 * MIB if given is None else _size("router.max_body", given, least_bytes=SMALLEST_BODY_BYTES)
 
     def _address(self, key: str) -> str:
         given = self._given.get(key)
@@ -414,7 +493,7 @@ def _text(key: str, given: Given) -> str:
     return given.raw
 
 
-def _size(key: str, given: Given, smallest_bytes: int = SMALLEST_BYTES) -> int:
+def _size(key: str, given: Given, *, least_bytes: int = SMALLEST_BYTES) -> int:
     example = f"Write a size such as {SETTINGS[key].example}, 500 MB or a number of bytes."
     if isinstance(given.raw, bool) or not isinstance(given.raw, int | str):
         raise _unusable(f"{_told(key, given)} is {_kind(given.raw)}, not a size", example)
@@ -422,8 +501,8 @@ def _size(key: str, given: Given, smallest_bytes: int = SMALLEST_BYTES) -> int:
         size_bytes = given.raw if isinstance(given.raw, int) else parse_size(given.raw)
     except ValueError as error:
         raise _unusable(f"{_told(key, given)} is not a size", example) from error
-    if size_bytes < smallest_bytes:
-        raise _unusable(f"{_told(key, given)} is below the smallest that works, {human_size(smallest_bytes)}", example)
+    if size_bytes < least_bytes:
+        raise _unusable(f"{_told(key, given)} is below the smallest that works, {human_size(least_bytes)}", example)
     return size_bytes
 
 
@@ -446,6 +525,11 @@ def _default_socket(environ: Mapping[str, str]) -> str:
     runtime = environ.get("XDG_RUNTIME_DIR")
     directory = Path(runtime, "kvtally") if runtime else Path(tempfile.gettempdir(), f"kvtally-{os.getuid()}")
     return str(directory / "store.sock")
+
+
+def _default_salt_file(environ: Mapping[str, str]) -> str:
+    state = environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return str(Path(state, "kvtally", "salt"))
 
 
 # ---- errors

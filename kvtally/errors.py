@@ -6,7 +6,8 @@ KVTallyError
 ├── CapacityError        KV-3xx  MISS    no room: arena, queue, lease or client limit
 ├── IntegrityError       KV-4xx  MISS    bytes are not what their identity says; the object is quarantined
 ├── TransportError       KV-5xx  MISS    the store cannot be reached in time, or a peer broke the protocol
-└── TierError            KV-6xx  MISS    a lower tier (disk, ...) failed; the tier degrades, the store lives on
+├── TierError            KV-6xx  MISS    a lower tier (disk, ...) failed; the tier degrades, the store lives on
+└── RouteError           KV-7xx  ANSWER  the router could not serve a request; its client is told, with an HTTP status
 
 Expected outcomes (a miss, a pending object) are values, never exceptions. `docs/operations.md` lists every code;
 a test keeps that list equal to `CODES`.
@@ -23,6 +24,7 @@ class Disposition(StrEnum):
 
     REFUSE = "refuse"  # stop at start-up and print the remedy
     MISS = "miss"  # count it with its reason and recompute
+    ANSWER = "answer"  # tell the client who asked
 
 
 class KVTallyError(Exception):
@@ -67,6 +69,15 @@ class TierError(KVTallyError):
     default_code = "KV-600"
 
 
+class RouteError(KVTallyError):
+    disposition = Disposition.ANSWER
+    default_code = "KV-700"
+
+    def __init__(self, message: str, *, remedy: str, status: int, code: str | None = None) -> None:
+        super().__init__(message, remedy=remedy, code=code)
+        self.status = status
+
+
 CODES: dict[str, str] = {
     "KV-100": "a setting is wrong",
     "KV-101": "an unknown setting",
@@ -74,6 +85,7 @@ CODES: dict[str, str] = {
     "KV-103": "a directory that cannot be used",
     "KV-104": "another store already owns this socket or disk directory",
     "KV-105": "the configuration file cannot be read",
+    "KV-106": "what a deployment needs is not on this machine (vLLM, the model, a store)",
     "KV-200": "two parts do not fit together",
     "KV-201": "client and store speak different protocol versions",
     "KV-202": "the namespace cannot be registered (too many groups or ranks, objects too large, digest mismatch)",
@@ -94,8 +106,17 @@ CODES: dict[str, str] = {
     "KV-501": "no answer within the deadline",
     "KV-502": "the connection was closed",
     "KV-503": "malformed or oversized frame",
+    "KV-504": "a process of `kvtally up` did not start, or died too often",
     "KV-600": "a lower tier failed",
     "KV-601": "the tier is full",
     "KV-602": "the tier cannot be written (read-only, vanished or failing device)",
     "KV-603": "the tier does not hold this object",
+    "KV-700": "the router could not serve the request",
+    "KV-701": "no instance is up",
+    "KV-702": "an instance failed, before or in the middle of its answer",
+    "KV-703": "strict: reuse was promised and not proved",
+    "KV-704": "strict: the client set what only the router may set",
+    "KV-705": "the request's body is too large, or not a JSON object",
+    "KV-706": "no such path here, or the call needs the token",
+    "KV-707": "the router has too many requests at once",
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 SHORTEST_TOKEN = 16
+FLAVOURS = ("kvtally", "nixl", "nixl-push", "mooncake", "lmcache", "plain")  # of prefill and decode, as a router speaks
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +188,99 @@ SETTINGS: dict[str, Setting] = {
             default="the commit, or a digest of the weight files",
             example="my-model-v3",
             has_flag=False,
+        ),
+        Setting(
+            section="router",
+            name="listen",
+            description="Address that clients connect to.",
+            default="127.0.0.1:8080",
+            example="0.0.0.0:8080",
+        ),
+        Setting(
+            section="router",
+            name="prefill",
+            description="Prefill instances: `URL[,store=ADDRESS]`, a list in the file, repeated flags, separated by "
+            "spaces in the environment. The address of an instance's store is a unix socket or tcp://host:port.",
+            default="none: decode instances compute prompts themselves",
+            example="http://10.0.0.7:8000,store=tcp://10.0.0.7:7400",
+        ),
+        Setting(
+            section="router",
+            name="decode",
+            description="Decode instances, or, without prefill, all instances; written like those of prefill.",
+            default="none; one is needed",
+            example="http://10.0.0.8:8000,store=tcp://10.0.0.8:7400",
+        ),
+        Setting(
+            section="router",
+            name="flavour",
+            description=f"How prefill hands over to decode: {', '.join(FLAVOURS)}.",
+            default="kvtally with prefill instances, plain without",
+            example="nixl",
+        ),
+        Setting(
+            section="router",
+            name="strict",
+            description="Answer 502 where reuse was promised and is not proved, and 400 to clients that set what only "
+            "the router may set.",
+            default="false",
+            example="true",
+        ),
+        Setting(
+            section="router",
+            name="prefill_from",
+            field="prefill_from_tokens",
+            description="Skip prefill where decode has fewer tokens than this to compute (estimated as a quarter of "
+            "the bytes); 0: never skip.",
+            default="64",
+            example="256",
+        ),
+        Setting(
+            section="router",
+            name="receipt_wait",
+            field="receipt_wait_ms",
+            description="Longest time, in milliseconds, that the first byte waits for decode's half of the receipt.",
+            default="250",
+            example="1000",
+        ),
+        Setting(
+            section="router",
+            name="timeout",
+            field="timeout_s",
+            description="Longest time, in seconds, to wait for an engine's next byte, or for a client to take one.",
+            default="300",
+            example="60",
+        ),
+        Setting(
+            section="router",
+            name="max_body",
+            field="max_body_bytes",
+            description="Largest request body.",
+            default="32MiB",
+            example="8MiB",
+        ),
+        Setting(
+            section="router",
+            name="tenant_header",
+            description="Header by which a trusted gateway names the tenant. Without it, or where it is absent, the "
+            "API key does.",
+            default="the API key",
+            example="X-Tenant",
+        ),
+        Setting(
+            section="router",
+            name="salt_file",
+            description="File with the key that makes cache salts of tenants; made where there is none. Routers that "
+            "share instances need the same one.",
+            default="$XDG_STATE_HOME/kvtally/salt, else ~/.local/state/kvtally/salt",
+            example="/etc/kvtally/salt",
+        ),
+        Setting(
+            section="router",
+            name="store_ca",
+            description="Certificate authority (PEM) of stores reached over TCP; makes those connections use TLS.",
+            default="no TLS",
+            example="/etc/kvtally/ca.pem",
         ),
     )
 }

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import kvtally
-from kvtally.cli import inspect, settings, store
+from kvtally.cli import inspect, route, settings, store, up, verify
 from kvtally.errors import Disposition, KVTallyError
 
 app = typer.Typer(
@@ -63,11 +63,18 @@ def _root(
 
 
 app.command(epilog="Example: kvtally store --memory 16GiB --disk /var/lib/kvtally --disk-size 200GiB")(store.store)
+app.command(epilog="Example: kvtally route --prefill http://10.0.0.7:8000 --decode http://10.0.0.8:8000 --strict")(
+    route.route
+)
 app.command(epilog="Example: kvtally stat --watch")(inspect.stat)
 app.command(epilog="Example: kvtally receipts --last 5 · or, for one request: kvtally receipts req-7f3a")(
     inspect.receipts
 )
 app.command(epilog="Example: kvtally reset --namespace 9c1f…")(inspect.reset)
+app.command(epilog="Example: kvtally up examples/pd.yaml · to run the parts yourself: kvtally up FILE.yaml --print")(
+    up.up
+)
+app.command(epilog="Example: kvtally verify http://127.0.0.1:8080")(verify.verify)
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 config_app.command("show", epilog="Example: KVTALLY_STORE__MEMORY=8GiB kvtally config show")(settings.show)
@@ -100,13 +107,31 @@ def _bench_prefetch(context: typer.Context) -> None:
     _run_module("kvtally.bench.prefetch", context.args)
 
 
+@bench_app.command("route", context_settings=_PASS_ON, epilog="Example: kvtally bench route --json")
+def _bench_route(context: typer.Context) -> None:
+    """Measure what the router adds to a request, and how many it serves.
+
+    Beside talking to the engine directly, and a pass-through that does nothing else.
+    """
+    _run_module("kvtally.bench.route", context.args)
+
+
 @app.command("demo", context_settings=_PASS_ON, epilog="Example: kvtally demo")
 def _demo(context: typer.Context) -> None:
-    """See it work on this machine, without a GPU.
+    """See prefill and decode share a KV cache on this machine, without a GPU.
+
+    Two real vLLM servers with a tiny hybrid model, a store, a router; a kill -9, a flipped byte; every receipt.
+    """
+    _run_module("kvtally.cli.demo", context.args)
+
+
+@app.command("demo-store", context_settings=_PASS_ON, epilog="Example: kvtally demo-store")
+def _demo_store(context: typer.Context) -> None:
+    """See the store work, in a few seconds and without vLLM.
 
     A store, two engines, a kill -9, a restart, and one corrupted byte that becomes a miss.
     """
-    _run_module("kvtally.cli.demo", context.args)
+    _run_module("kvtally.cli.demo_store", context.args)
 
 
 def _run_module(name: str, arguments: list[str]) -> None:

@@ -33,6 +33,7 @@ class Tier(msgspec.Struct, frozen=True):
     used_bytes: int = 0
     objects: int = 0
     evicted: int = 0
+    queued_bytes: int = 0
     reads: int = 0
     read_bytes: int = 0
     writes: int = 0

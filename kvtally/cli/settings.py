@@ -8,6 +8,7 @@ import typer
 
 from kvtally.cli.options import ConfigOption, JsonOption
 from kvtally.config import Settings, Shown, load
+from kvtally.settings import SETTINGS
 from kvtally.units import human_size
 
 
@@ -42,5 +43,6 @@ def _for_people(row: Shown) -> str:
     if isinstance(row.value, bool):
         return str(row.value).lower()
     if isinstance(row.value, int):
-        return human_size(row.value) if row.value else "-"
+        is_size = SETTINGS[row.key].field.endswith("_bytes")
+        return human_size(row.value) if is_size and row.value else str(row.value)
     return row.value or "-"

@@ -33,7 +33,7 @@ def prints_of(root: bytes, parts: Sequence[bytes]) -> list[Print]:
     """Digests of a prompt's beginnings, ascending; the last is the whole prompt's.
 
     `root` is everything that must be equal for any of it to be shared (tenant, model, tools). Where boundaries lie
-    depends only on their position and on the parts before them, so a longer prompt has those of its beginning.
+    depends only on their position and on where parts end: a conversation has those of its beginning, some turns on.
     """
     total_bytes = sum(map(len, parts))
     ends: list[int] = []

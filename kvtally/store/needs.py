@@ -41,3 +41,14 @@ def needs_of(family: Family, request: Lookup, path: Sequence[Node | None], hit: 
         assert node is not None
         needs.append((index, node, masks[index]))
     return needs
+
+
+def bitmap(row: Sequence[bool]) -> bytes:
+    """Bit i, least significant first, is row[i]."""
+    if all(row):
+        return ((1 << len(row)) - 1).to_bytes((len(row) + 7) // 8, "little")
+    value = 0
+    for index, is_present in enumerate(row):
+        if is_present:
+            value |= 1 << index
+    return value.to_bytes((len(row) + 7) // 8, "little")

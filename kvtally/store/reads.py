@@ -26,7 +26,7 @@ from kvtally.core.prefetch import Planner, worth_loading
 from kvtally.core.residency import ARENA, Family, Node, each_bit
 from kvtally.store.context import Alarm, Context, Prefetched, Session
 from kvtally.store.jobs import FindJob, Outcome
-from kvtally.store.needs import hit_of, needs_of, path_of
+from kvtally.store.needs import bitmap, hit_of, needs_of, path_of
 from kvtally.store.staging import Lease, Staging
 from kvtally.store.tiers.base import ObjectRecord
 from kvtally.store.weighing import Weighing
@@ -144,8 +144,6 @@ class Reads:
         if lease is not None and not lease.announced:
             missing = (node.start for _, node, mask in lease.needs if mask & ~self._residency.arena_mask(node))
             in_arena = min(missing, default=in_arena)
-        anchor = view.path[view.hit.boundaries - 1] if view.hit.boundaries else family.root
-        tails = sorted(anchor.tails)[-MOST_TAILS:] if anchor is not None and anchor.tails else []
         self._context.send(
             session,
             Found(
@@ -154,8 +152,8 @@ class Reads:
                 lease.id if lease is not None else 0,
                 max(1, len(lease.awaited)) if lease is not None and not lease.announced else 0,
                 view.hopeful.end_tokens,
-                [_bitmap(row) for row in view.rows],
-                tails,
+                [bitmap(row) for row in view.rows],
+                self._tails(family, view),
                 reason,
                 in_arena,
             ),
@@ -164,6 +162,18 @@ class Reads:
             lease.is_told = True
             if lease.wanted_ns is not None and lease.awaited:
                 self._weigh(lease, now_ns)
+
+    @staticmethod
+    def _tails(family: Family, view: View) -> list[int]:
+        """Beneath the hit, and beneath every boundary beyond it that full attention reaches: where only a state is
+        missing there, an answer that ended further on has left its own."""
+        specs = family.namespace.groups
+        full = [row for spec, row in zip(specs, view.rows, strict=True) if spec.kind is GroupKind.FULL]
+        first, last = view.hit.boundaries, len(view.path)
+        reached = next((i for i in range(first, last) if not all(row[i] for row in full)), last)
+        nodes = [family.root, *view.path[:reached]][first:]
+        known = {node.end + length for node in nodes if node is not None and node.tails for length in node.tails}
+        return [end - view.hit.end_tokens for end in sorted(known)[-MOST_TAILS:]]
 
     def _reason(self, family: Family, request: Lookup, view: View) -> str:
         """Why the hit is not longer: the nearest cause, in the one list of reasons."""
@@ -329,18 +339,20 @@ class Reads:
     def _lane(self, needs: Sequence[tuple[int, Node, int]], now_ns: int) -> int:
         """The lowest tier that has to be read for these."""
         missing = ((node, mask & ~self._residency.arena_mask(node)) for _, node, mask in needs)
-        return max(
-            (self.staging.source(node, bit, now_ns) for node, mask in missing for bit in each_bit(mask)), default=0
-        )
+        tiers = (self.staging.source(node, bit, now_ns) for node, mask in missing for bit in each_bit(mask))
+        return max(tiers, default=ARENA)
 
     def _sizes(self, needs: Sequence[tuple[int, Node, int]]) -> dict[tuple[Node, int], int]:
         length_bytes = self._residency.length_bytes
         return {(node, bit): length_bytes(node, bit) for _, node, mask in needs for bit in each_bit(mask)}
 
+    def _needs_now(self, lease: Lease, now_ns: int) -> tuple[View, list[tuple[int, Node, int]]]:
+        view = self._view(lease.family, lease.request, now_ns)
+        return view, needs_of(lease.family, lease.request, view.path, view.hit) if view.hit.end_tokens else []
+
     def _grant_next(self, lease: Lease, now_ns: int) -> bool:
         """Grant a lease that has waited, with what is there now, if there is room. False: it is to wait on."""
-        view = self._view(lease.family, lease.request, now_ns)
-        needs = needs_of(lease.family, lease.request, view.path, view.hit) if view.hit.end_tokens else []
+        view, needs = self._needs_now(lease, now_ns)
         if not self.planner.admit(lease.id, self._sizes(needs)):
             return False
         lease.path, lease.needs, lease.end_tokens = view.path, needs, view.hit.end_tokens
@@ -378,8 +390,7 @@ class Reads:
 
     def _grant_resident(self, lease: Lease, now_ns: int) -> bool:
         """Grant a lease that waits, if nothing is to be staged for it: then it need not wait for room."""
-        view = self._view(lease.family, lease.request, now_ns)
-        needs = needs_of(lease.family, lease.request, view.path, view.hit) if view.hit.end_tokens else []
+        view, needs = self._needs_now(lease, now_ns)
         if not needs or self._lane(needs, now_ns) != ARENA:
             return False
         self.planner.leave(lease.id)
@@ -579,14 +590,3 @@ class Reads:
 
 def _index_of(need: tuple[int, Node, int]) -> int:
     return need[0]
-
-
-def _bitmap(row: Sequence[bool]) -> bytes:
-    """Bit i, least significant first, is row[i]."""
-    if all(row):
-        return ((1 << len(row)) - 1).to_bytes((len(row) + 7) // 8, "little")
-    value = 0
-    for index, is_present in enumerate(row):
-        if is_present:
-            value |= 1 << index
-    return value.to_bytes((len(row) + 7) // 8, "little")

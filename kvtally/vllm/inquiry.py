@@ -3,11 +3,11 @@
     scheduler half ──ask / want / cancel / release / file──▶ queue ──▶ this thread ──▶ store
     scheduler half ◀── inquiry.answer, set once ──────────┘
 
-For each inquiry: chain values of the prompt, one lookup that leases and stages, if the store knows tails beneath the
-hit one more for the longest that fits, then the wait until everything is in the arena. An inquiry that is early has
-time until the scheduler comes to its request (`want`); from then on it has a deadline, by which an answer is set
-whatever happens. An answer of 0 tokens has a reason. What a hand-off says is being saved is asked for again until
-it is there: prefill's answer may overtake its bytes. Owns the client, which only this thread touches.
+For each inquiry: chain values of the prompt, one lookup that leases and stages, if the store knows tails beyond the hit
+one more for each that may fit until one does, then the wait until everything is in the arena. An inquiry that is early
+has time until the scheduler comes to its request (`want`); from then on it has a deadline, by which an answer is set
+whatever happens. An answer of 0 tokens has a reason. What a hand-off says is being saved is asked for again until it is
+there: prefill's answer may overtake its bytes. Owns the client, which only this thread touches.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ log = logging.getLogger("kvtally.vllm")
 IDLE_S = 0.05
 TURN_S = 0.001  # how long one look at the socket may keep new commands waiting
 EARLY_TURN_S = 0.002  # the same, while nobody waits: every look takes the interpreter from the engine
+MOST_TRIES = 4  # of tails that may be another conversation's
 AGAIN_NS = 3_000_000  # between two questions for what a hand-off promised
 LONGEST_WAIT_MS = 2_000  # of one question at the store; then it is asked again
 
@@ -74,6 +75,7 @@ class Inquiry:
     ends: list[int] = field(default_factory=list)
     chains: list[bytes] = field(default_factory=list)
     shorter: Lease | None = None  # a shorter hit, while a longer one is asked for
+    tails: list[int] | None = None  # where else it may go on from, the longest last
     again_ns: int = 0  # when to ask again, while neither `call` nor `lease` is set
     foreign: str = ""  # why the hand-off cannot be what this engine needs
     path_ready: bool = False
@@ -260,7 +262,7 @@ class Inquiries:
                 inquiry.shorter, inquiry.lease = result, None
                 inquiry.again_ns = now_ns + AGAIN_NS
                 return False
-            if inquiry.shorter is None and self._ask_for_tail(client, inquiry, result):
+            if (inquiry.shorter is None or inquiry.tails is not None) and self._ask_for_tail(client, inquiry, result):
                 return False
         if not inquiry.lease.is_staged:
             return False
@@ -276,19 +278,27 @@ class Inquiries:
         return bool(inquiry.promised_tokens)
 
     def _ask_for_tail(self, client: StoreClient, inquiry: Inquiry, lease: Lease) -> bool:
-        """Where an earlier request ended between two chunks, this one may go on from there. True if it is asked for."""
-        hit = lease.found.end_tokens
-        known = [hit + length for length in lease.found.tails]
-        fitting = [end for end in known if end <= inquiry.limit_tokens and end not in inquiry.ends]
-        if not fitting:
+        """Where an earlier request ended between two chunks, this one may go on from there. True if it is asked for.
+
+        Only lengths are known: what ended there may have been another conversation, so a few are tried.
+        """
+        if inquiry.tails is None:
+            known = [lease.found.end_tokens + length for length in lease.found.tails]
+            fitting = [end for end in known if end <= inquiry.limit_tokens and end not in inquiry.ends]
+            inquiry.tails = sorted(fitting)[-MOST_TRIES:]
+        elif lease.found.end_tokens == inquiry.ends[-1]:
             return False
-        covered = len(inquiry.path.chains[: hit // inquiry.path.chunk_tokens])
-        tail: Boundary = inquiry.path.tail(inquiry.tokens, max(fitting))
-        if tail.start_tokens != hit:
+        if not inquiry.tails:
             return False
-        inquiry.shorter, inquiry.lease = lease, None
-        inquiry.ends = [*chunk_ends(hit, inquiry.path.chunk_tokens), tail.end_tokens]
-        inquiry.chains = [*inquiry.path.chains[:covered], tail.chain]
+        if inquiry.shorter is None:
+            inquiry.shorter = lease
+        else:
+            self._give_back(client, lease)
+        inquiry.lease = None
+        tail: Boundary = inquiry.path.tail(inquiry.tokens, inquiry.tails.pop())
+        whole = chunk_ends(tail.start_tokens, inquiry.path.chunk_tokens)
+        inquiry.ends = [*whole, tail.end_tokens]
+        inquiry.chains = [*inquiry.path.chains[: len(whole)], tail.chain]
         inquiry.call = self._hold(client, inquiry)
         return True
 

@@ -147,7 +147,12 @@ class SchedulerHalf:
             self._ask_for_state(request, answer)
             known = answer.end_tokens // self._layout.namespace.chunk_tokens
             track.saved_chunks = max(track.saved_chunks, known)
-        if track.answer.lease is None or not track.answer.lease.is_live:
+        lease = track.answer.lease
+        if lease is not None and not lease.is_live:  # the request was scheduled too late, or the store is gone
+            track.reason = MissReason.LEASE_EXPIRED if lease.session.alive else MissReason.STORE_UNREACHABLE
+            self.tally.count(MISSES, track.reason)
+            self._let_go(track)
+        if lease is None or not lease.is_live:
             return 0, False
         external = track.answer.end_tokens - computed_tokens
         if external > 0:

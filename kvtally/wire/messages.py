@@ -122,7 +122,7 @@ class Found(Message, frozen=True, tag="found"):
     presence: list[
         bytes
     ] = []  # per group: bit i (LSB first) is set where the object at boundary i exists on every rank
-    tails: list[int] = []  # lengths in tokens of the tails known beneath the hit's boundary
+    tails: list[int] = []  # where tails end that may continue the prompt, in tokens beyond the hit
     reason: str = ""  # why the hit is not longer (a MissReason; empty where it reached the last boundary asked for)
     arena_tokens: int = 0  # of the hit: tokens whose objects were in the arena already
 

@@ -22,6 +22,7 @@ SLACK_S = 1.0  # beyond a deadline, on a machine with more busy processes than p
 MIB = 1024 * 1024
 
 
+@pytest.mark.slow
 def test_a_short_storm(tmp_path: Path) -> None:
     seen = live_through(Storm(tmp_path, SEED, clients=3), duration_s=4.0)
     assert seen["get verified"] > 50

@@ -1,4 +1,4 @@
-"""`kvtally demo` from outside: it proves what it says, fails when it does not, and leaves nothing behind."""
+"""`kvtally demo-store` from outside: it proves what it says, fails when it does not, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtally.cli import demo
+from kvtally.cli import demo_store as demo
+
+pytestmark = pytest.mark.slow
 
 DEADLINE_S = 50
 
@@ -32,7 +34,7 @@ def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
     (directory / "here" / "kvtally.yaml").write_text("store: {memory: nonsense}\n")
     (directory / "tmp").mkdir()
     return subprocess.Popen(
-        [sys.executable, "-m", "kvtally", "demo", *arguments],
+        [sys.executable, "-m", "kvtally", "demo-store", *arguments],
         cwd=directory / "here",
         env={**os.environ, "TMPDIR": str(directory / "tmp"), "PYTHONPATH": str(Path(__file__).parents[2])},
         stdout=subprocess.PIPE,

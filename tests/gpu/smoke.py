@@ -3,8 +3,10 @@
     python tests/gpu/smoke.py {hybrid|dense} [--blind]
 
 Needs vLLM with CUDA. Starts its own store. Weights are random but sensitive, so a wrong byte of restored KV changes the
-output. With `--blind` the store is told not to verify: then scribbling into the arena must
-change the output (or this test could not see anything); without it, it must be noticed and computed again.
+output. Prompts are handed over from a prefill request to a decode request, and what decode says must be vLLM's own
+continuation: the same arithmetic, so the same logprobs. With `--blind` the store is told not to verify: then scribbling
+into the arena must change the output (or this test could not see anything); without it, it must be noticed and computed
+again.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -131,14 +133,20 @@ def check(kind: str, blind: bool, work: Path, socket: str) -> int:
     )  # fmt: skip
     core = llm.llm_engine.engine_core.engine_core
     make_sensitive(core.model_executor.driver_worker.worker.model_runner.get_model(), is_hybrid=kind == "hybrid")
-    half = core.scheduler.connector._scheduler
-    sampling = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True, logprobs=1)
+    layout = core.scheduler.connector._scheduler._layout
 
-    def run(tokens: list[int]) -> tuple[list[int], list[float], int, float]:
+    def run(tokens: list[int], *, told: Any = None, salt: str = "", length: int = 16) -> Outcome:
+        sampling = SamplingParams(
+            temperature=0, max_tokens=length, detokenize=False, ignore_eos=True, logprobs=1,
+            extra_args={"kv_transfer_params": {"kvtally": told}} if told else None,
+        )  # fmt: skip
+        request = {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}
         begun = time.perf_counter()
-        out = llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)[0]
+        out = llm.generate([request], sampling, use_tqdm=False)[0]
         logprobs = [next(iter(step.values())).logprob for step in out.outputs[0].logprobs]
-        return list(out.outputs[0].token_ids), logprobs, out.num_cached_tokens, time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        answer = (out.kv_transfer_params or {}).get("kvtally") or {}
+        return Outcome(list(out.outputs[0].token_ids), logprobs, out.num_cached_tokens, seconds, answer)
 
     def prompt(length: int, seed: int) -> list[int]:
         pick = random.Random(seed)
@@ -147,33 +155,53 @@ def check(kind: str, blind: bool, work: Path, socket: str) -> int:
     client = StoreClient(socket)
     client.connect(5)
     failed = 0
-    prompts = [prompt(length, length) for length in (300, 1000, 3000, 6000)]
+    prompts = []
     run(prompt(500, 1))
-    for tokens in prompts:
-        cold = run(tokens)
-        time.sleep(0.5)
+    for length in (30, 300, 1000, 3000, 6000):
+        alone = run(prompt(length - 1, length), salt=f"alone {length}", length=17)
+        tokens = [*prompt(length - 1, length), alone.tokens[0]]
+        prompts.append(tokens)
+        cold = run(tokens, salt=f"cold {length}")
+        prefill = run(tokens, told={"ticket": f"t{length}", "role": "prefill"})
         forget(llm)
-        warm = run(tokens)
-        moved = receipt(client, tokens).moved_bytes
-        local = run(tokens)  # vLLM's own prefix cache: what deviation is normal?
-        other = run([*tokens[:-40], tokens[-40] ^ 1, *tokens[-39:]])
-        deviation = max(abs(a - b) for a, b in zip(local[1], warm[1], strict=True))
-        normal = max(abs(a - b) for a, b in zip(cold[1], local[1], strict=True))
-        change = max(abs(a - b) for a, b in zip(local[1], other[1], strict=True))
-        good = warm[0] == local[0] and deviation <= 1e-3 and warm[2] > 0 and moved > 0 and change > 0
+        decode = run(tokens, told={**prefill.answer, "role": "decode"})
+        half = receipt(client, tokens)
+        forget(llm)
+        again = run(tokens)  # a plain repeat
+        forget(llm)
+        other = run([*tokens[:-20], tokens[-20] ^ 1, *tokens[-19:]], salt=f"other {length}")
+        after = Outcome(alone.tokens[1:], alone.logprobs[1:])
+        deviation = max(decode.deviation(after), again.deviation(after))
+        good = decode.tokens == again.tokens == after.tokens and deviation <= 1e-3
+        good &= prefill.answer.get("saved_tokens") == decode.cached == again.cached == length - 1
+        good &= half.computed_tokens == 1 and half.moved_bytes > 0 and half.verified is not blind
+        good &= other.deviation(cold) > 0
         failed += not good
+        same = decode.tokens == again.tokens == after.tokens
         print(
-            f"{kind} {len(tokens)} tokens: reused {warm[2]}, moved {moved}, tokens as by vLLM's own prefix cache "
-            f"{warm[0] == local[0]}, deviation from it {deviation:.2g} (its own from cold {normal:.2g}), "
-            f"one token changed {change:.2g}, cold {cold[3]:.3f}s warm {warm[3]:.3f}s {'ok' if good else 'FAILED'}",
+            f"{kind} {length} tokens: handed over {decode.cached}, moved {half.moved_bytes} bytes; as vLLM's "
+            f"continuation: tokens {same}, deviation {deviation:.2g} (of one prefill {cold.deviation(after):.2g}, of a "
+            f"changed token {other.deviation(cold):.2g}); cold {cold.seconds:.3f} s, decode {decode.seconds:.3f} s, "
+            f"repeat {again.seconds:.3f} s: {'ok' if good else 'FAILED'}",
             flush=True,
         )
-        forget(llm)
-    flipped = scribble(socket, half._layout.namespace)
-    reference = run(prompts[2])
-    reason = receipt(client, prompts[2]).reason
-    print(f"{kind} after scribbling over {flipped} pages: reused {reference[2]}, reason {reason!r}")
-    return failed + judge(blind, reference, reason, run, llm, prompts[2])
+    forget(llm)
+    flipped = scribble(socket, layout.namespace)
+    reference = run(prompts[3])
+    reason = receipt(client, prompts[3]).reason
+    print(f"{kind} after scribbling over {flipped} pages: reused {reference.cached}, reason {reason!r}")
+    return failed + judge(blind, reference, reason, run(prompts[3], salt="right"))
+
+
+class Outcome(NamedTuple):
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int = 0
+    seconds: float = 0.0
+    answer: Any = None
+
+    def deviation(self, other: Outcome) -> float:
+        return max(abs(a - b) for a, b in zip(self.logprobs, other.logprobs, strict=True))
 
 
 def receipt(client: Any, tokens: list[int]) -> Any:
@@ -187,20 +215,11 @@ def receipt(client: Any, tokens: list[int]) -> Any:
     raise TimeoutError("no receipt")
 
 
-def judge(blind: bool, scribbled: Any, reason: str, run: Any, llm: Any, tokens: list[int]) -> int:
-    right = run_without_reuse(run, llm, tokens)
-    same = scribbled[0] == right[0] and max(abs(a - b) for a, b in zip(scribbled[1], right[1], strict=True)) < 0.1
+def judge(blind: bool, scribbled: Outcome, reason: str, right: Outcome) -> int:
+    same = scribbled.tokens == right.tokens and scribbled.deviation(right) < 0.1
     good = (not same) if blind else (same and reason == "checksum")
     print(f"  output {'equal' if same else 'changed'}: {'ok' if good else 'FAILED'}", flush=True)
     return 0 if good else 1
-
-
-def run_without_reuse(run: Any, llm: Any, tokens: list[int]) -> Any:
-    """The same prompt computed: no reuse by the engine (reset) nor from the store (its half answers 0)."""
-    half = llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
-    half.matched_tokens = lambda request, computed: (0, False)
-    forget(llm)
-    return run(tokens)
 
 
 def forget(llm: Any) -> None:
@@ -210,7 +229,7 @@ def forget(llm: Any) -> None:
     deadline = time.monotonic() + 20
     brief = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     while True:
-        llm.generate([{"prompt_token_ids": [5] * 5}], brief, use_tqdm=False)  # too short to be saved itself
+        llm.generate([{"prompt_token_ids": [5]}], brief, use_tqdm=False)  # too short to be saved itself
         if llm.reset_prefix_cache():
             return
         if time.monotonic() > deadline:

@@ -188,8 +188,8 @@ class TestErrors:
         def interrupted(arguments: list[str]) -> int:
             raise KeyboardInterrupt
 
-        fake_module(monkeypatch, "kvtally.cli.demo", interrupted)
-        assert run("demo") == (130, "", "")
+        fake_module(monkeypatch, "kvtally.cli.demo_store", interrupted)
+        assert run("demo-store") == (130, "", "")
 
 
 def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, main: object) -> None:

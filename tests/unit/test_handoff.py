@@ -234,3 +234,30 @@ def test_what_the_store_has_is_used_whatever_the_handoff_says(inquiries: Inquiri
     save(prefill, everything())
     found = answer(ask(inquiries, handoff(prefill, store="another")))
     assert (found.end_tokens, found.reason) == (END, "")
+
+
+# ---- where conversations have ended
+
+
+def conversation(seed: int) -> list[int]:
+    """As long as the prompt; from token 130 on another one, unless the seed is 0."""
+    return PROMPT if seed == 0 else [*PROMPT[:130], *range(seed, seed + len(PROMPT) - 130)]
+
+
+def test_the_end_of_an_answer_is_found_among_those_of_other_conversations(
+    inquiries: Inquiries, prefill: StoreClient
+) -> None:
+    """No boundary before it has a state: the hit without it would be nothing."""
+    ends = {0: 150, 500: 160, 700: 170}
+    chunks = boundaries(PROMPT, 128)
+    tails = {end: boundaries(conversation(seed), end)[-1] for seed, end in ends.items()}
+    save(prefill, {FULL: [*chunks, *tails.values()], STATE: list(tails.values())})
+    found = answer(ask(inquiries, None))
+    assert (found.end_tokens, found.ends) == (150, [64, 128, 150])
+
+
+def test_where_no_end_fits_the_chunks_before_are_reused(inquiries: Inquiries, prefill: StoreClient) -> None:
+    chunks, other = boundaries(PROMPT, 128), boundaries(conversation(500), 160)[-1]
+    save(prefill, {FULL: [*chunks, other], STATE: [chunks[-1], other]})
+    found = answer(ask(inquiries, None))
+    assert (found.end_tokens, found.ends) == (128, [64, 128])

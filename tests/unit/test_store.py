@@ -362,6 +362,18 @@ def test_tails_are_named_beneath_the_hit() -> None:
     assert node.lookup().tails == [32]
 
 
+def test_tails_are_named_beyond_the_hit_where_only_a_state_is_missing() -> None:
+    node = Node()
+    node.save(0, 0)
+    node.save(0, 1)
+    node.save(1, 0)  # attention, no state
+    tail = PutObject(b"t" * 32, CHAINS[1], 512, 544, 0, 0, 512)
+    slot = node.ask(PutBegin(2, [tail])).slots[0]
+    node.ask(PutEnd(3, [(slot.put, 9)]))
+    found = node.lookup()
+    assert (found.end_tokens, found.tails) == (256, [256 + 32])
+
+
 def test_reset_forgets_but_leases_stay_readable() -> None:
     node = Node(tiers=(DISK,))
     node.save(0, 0)

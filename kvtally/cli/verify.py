@@ -1,0 +1,119 @@
+"""`kvtally verify`: what a running router's reuse is worth, in words and as an exit code. `kvtally.verify` does it."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvtally.cli.options import JsonOption
+from kvtally.errors import ConfigError
+
+if TYPE_CHECKING:  # `kvtally --help` need not pay for these
+    from kvtally.verify.judge import Observation, Report
+
+CELLS = "{:<18} {:<6} {:>6}  {:<10} {:<22} {:>6} {:>8}  {}"
+
+
+def verify(
+    url: Annotated[str, typer.Argument(help="Address of a router, as `kvtally up` prints it.", metavar="URL")],
+    direct: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Engine to compare with. Default: the first decode instance that the router names.",
+            show_default=False,
+        ),
+    ] = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File with the API key to send. Default: none.", show_default=False),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Of the random prompts. Default: a new one, so that nobody has seen them.", show_default=False
+        ),
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Longest wait for an answer.")] = 120.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Prove that a router's reuse is real, or say why it is not.
+
+    Asks it random prompts, compares the answers with those of an engine that reuses nothing, reads the receipts and the
+    engines' own counters. Exit code: 0 proved, 1 not proved, 2 nothing could be tested.
+    """
+    from kvtally.verify.http import Server
+    from kvtally.verify.judge import Outcome
+    from kvtally.verify.run import verify as run
+
+    key = _read_key(key_file)
+
+    def connect(address: str) -> Server:
+        return Server(address, key=key, timeout_s=timeout)
+
+    seed = secrets.randbits(32) if seed is None else seed
+    if not as_json:
+        typer.echo(
+            f"seed {seed}\n\n"
+            + CELLS.format("probe", "turn", "tokens", "answer", "verdict", "reused", "computed", "from")
+        )
+    report = run(
+        connect(url),
+        connect(direct) if direct else None,
+        connect=connect,
+        seed=seed,
+        seen=(lambda seen: None) if as_json else _print_observation,
+    )
+    if as_json:
+        _print_json(report, seed)
+    else:
+        _print_words(report)
+    raise typer.Exit(list(Outcome).index(report.outcome))
+
+
+def _read_key(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the key file {path} cannot be read: {error}", remedy="Check its path and mode.") from error
+
+
+def _print_observation(seen: Observation) -> None:
+    told = seen.told
+    answer = "failed" if seen.failure else "differs" if seen.comparison.problem else "equal"
+    if seen.comparison.is_tie:
+        answer = "equal, tie"
+    verdict = f"{told.verdict}{f':{told.reason}' if told.reason else ''}" if told else "-"
+    places = ", ".join(f"{place} {tokens:,}" for place, tokens in told.sources.items()) if told else ""
+    reused, computed = (str(told.reused_tokens), str(told.computed_tokens)) if told else ("-", "-")
+    typer.echo(
+        CELLS.format(
+            seen.case, seen.turn, seen.prompt_tokens, answer, _plain(verdict), reused, computed, _plain(places)
+        )
+    )
+
+
+def _print_words(report: Report) -> None:
+    typer.echo(f"\n{report.outcome.upper()}. {_plain(report.summary)}")
+    for finding in report.findings:
+        typer.echo(f"\n{'problem' if finding.is_problem else 'note'}: {_plain(finding.what)}")
+        if finding.requests:
+            typer.echo(f"  seen in: {'; '.join(finding.requests)}")
+        typer.echo(f"  remedy: {_plain(finding.remedy)}")
+
+
+def _print_json(report: Report, seed: int) -> None:
+    import msgspec
+
+    tree = {"seed": seed, **msgspec.to_builtins(report)}
+    typer.echo(msgspec.json.format(msgspec.json.encode(tree), indent=2).decode())
+
+
+def _plain(text: str) -> str:
+    """Some of it comes from peers: no escape sequence of theirs may reach the terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text)

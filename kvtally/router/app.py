@@ -1,0 +1,279 @@
+"""The router's HTTP server: which path does what, how it starts, and how it stops.
+
+    POST /v1/completions, /v1/chat/completions     prefill, decode, receipt (`proxy`)
+    GET  /health, /metrics, /instances             what the router knows
+    GET  /receipts/{id}, /receipts?last=N          what was reused, for one request or the last ones
+    POST /drain?instance=NAME, /undrain?...        take an instance out, or back in; needs the token
+    any other                                      passed on to a decode instance, but for engines' control calls
+
+Stopping: no new connections, streams under way may end for a while, then they are cut. A second signal cuts them at
+once. Neighbours: `cli.route` (left), `proxy` (right). Threading: one event loop (uvloop).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import hmac
+import logging
+import resource
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import uvloop
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from kvtally.config import RouterConfig
+from kvtally.connection import endpoint
+from kvtally.errors import ConfigError, RouteError
+from kvtally.router.flavours import FLAVOURS
+from kvtally.router.metrics import Sources, render
+from kvtally.router.pool import Pool
+from kvtally.router.proxy import Proxy, error_response
+from kvtally.router.requestlog import RequestLog
+from kvtally.router.stores import StoreReader
+from kvtally.router.tally import Tally
+from kvtally.router.tenants import Tenants, load_secret
+from kvtally.units import split_address
+
+logger = logging.getLogger(__name__)
+
+STOP_S = 30.0
+BACKLOG = 1_024
+KEEP_ALIVE_S = 75.0
+OPEN_FILES = 65_536  # each stream takes two
+GARBAGE = (20_000, 20, 20)  # when to look for it: see `gc.set_threshold`
+MOST_RECEIPTS, DEFAULT_RECEIPTS = 1_000, 100
+
+# Engines' calls that change them or tell about others; clients of a router have no business there. (vLLM 0.32 has most
+# of them only in its developer mode.)
+_CONTROL = frozenset(
+    {
+        *("abort_requests", "collective_rpc", "fault_tolerance", "finish_weight_update", "get_world_size"),
+        *("init_weight_transfer_engine", "is_paused", "is_scaling_elastic_ep", "is_sleeping", "kv_event_sources"),
+        *("load", "pause", "release_kv_cache_memory", "reset_encoder_cache", "reset_mm_cache", "reset_prefix_cache"),
+        *("resume", "scale_elastic_ep", "server_info", "shutdown_weight_transfer_engine", "sleep", "start_profile"),
+        *("start_draft_weight_update", "start_weight_update", "stop_profile", "update_weight_version"),
+        *("update_weights", "wake_up", "weight_checker", "weight_info"),
+        *("v1/load_lora_adapter", "v1/unload_lora_adapter"),
+    }
+)
+
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+class Router:
+    """A running router."""
+
+    def __init__(self, config: RouterConfig, proxy: Proxy, sources: Sources) -> None:
+        self.port = 0  # set when it listens
+        self.stopping = asyncio.Event()
+        self._config = config
+        self._proxy = proxy
+        self._sources = sources
+        self._handlers: dict[tuple[str, str], Handler] = {
+            ("POST", "/v1/completions"): proxy.complete,
+            ("POST", "/v1/chat/completions"): proxy.complete,
+            ("GET", "/health"): self._health,
+            ("GET", "/metrics"): self._metrics,
+            ("GET", "/instances"): self._instances,
+            ("GET", "/receipts"): self._receipts,
+            ("POST", "/drain"): self._drain,
+            ("POST", "/undrain"): self._drain,
+        }
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request. A table is all the routing there is: aiohttp's own takes a tenth of a request's time."""
+        handler = self._handlers.get((request.method, request.path))
+        if handler is not None:
+            return await handler(request)
+        if request.method == "GET" and request.path.startswith("/receipts/"):
+            return self._receipt(request.path.removeprefix("/receipts/"))
+        parts = [part for part in request.path.split("/") if part]
+        is_control = {parts[0] if parts else "", "/".join(parts[:2])} & _CONTROL
+        if is_control or {".", ".."} & set(parts) or not request.path.startswith("/"):
+            return _refused(404, "no such path here", "Ask the engine itself.")
+        return await self._proxy.forward(request)
+
+    async def _health(self, request: web.BaseRequest) -> web.Response:
+        """200 while requests can be answered at all; `degraded` where they cannot be answered as configured."""
+        members = self._sources.pool.members.values()
+        status = "ok" if all(member.is_up for member in members) else "degraded"
+        if not any(member.is_up and not member.is_draining for member in self._sources.pool.decode.members):
+            status = "down"
+        if self.stopping.is_set():
+            status = "stopping"
+        tree = {"status": status, "instances": {member.name: member.state for member in members}}
+        return _json(tree, 200 if status in ("ok", "degraded") else 503)
+
+    async def _metrics(self, request: web.BaseRequest) -> web.Response:
+        return web.Response(body=render(self._sources), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _instances(self, request: web.BaseRequest) -> web.Response:
+        pool = self._sources.pool
+        rows = [
+            {
+                "instance": member.name,
+                "roles": [
+                    role for role, of in (("prefill", pool.prefill), ("decode", pool.decode)) if member in of.members
+                ],
+                "state": member.state,
+                "problem": member.problem,
+                "requests": member.legs,
+                "store": member.instance.store,
+            }
+            for member in pool.members.values()
+        ]
+        stores = {address: reader.problem or "ok" for address, reader in self._sources.readers.items()}
+        return _json({"instances": rows, "stores": stores, "flavour": self._config.flavour})
+
+    def _receipt(self, ticket: str) -> web.Response:
+        record = self._sources.tally.find(ticket)
+        if record is None:
+            return _refused(404, "no receipt by this id", "Old ones are forgotten.")
+        return _json(record.tree())
+
+    async def _receipts(self, request: web.BaseRequest) -> web.Response:
+        refusal = self._refusal(request) if self._config.token else None
+        if refusal is not None:
+            return refusal
+        text = request.query.get("last", "")
+        count = int(text) if text.isascii() and text.isdecimal() else DEFAULT_RECEIPTS
+        return _json([record.tree() for record in self._sources.tally.last(min(count, MOST_RECEIPTS))])
+
+    async def _drain(self, request: web.BaseRequest) -> web.Response:
+        refusal = self._refusal(request)
+        if refusal is not None:
+            return refusal
+        member = self._sources.pool.find(request.query.get("instance", ""))
+        if member is None:
+            names = ", ".join(self._sources.pool.members)
+            return _refused(404, "no such instance", f"One of: {names}.")
+        member.is_draining = request.path == "/drain"
+        logger.info("instance %s is %s", member.name, member.state)
+        return _json({"instance": member.name, "state": member.state, "requests": member.legs})
+
+    def _refusal(self, request: web.BaseRequest) -> web.Response | None:
+        """None for whoever knows the token."""
+        if not self._config.token:
+            message = "this router has no token, so nothing can be changed over HTTP"
+            return _refused(403, message, "Start it with --token-file FILE.")
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if hmac.compare_digest(given, f"Bearer {self._config.token}".encode()):
+            return None
+        return _refused(401, "the token is missing or wrong", "Send `Authorization: Bearer TOKEN`.")
+
+
+@contextlib.asynccontextmanager
+async def running(config: RouterConfig, *, log_descriptor: int = 1, stop_s: float = STOP_S) -> AsyncIterator[Router]:
+    """A router that listens; it stops when the context is left."""
+    pool = Pool(config.prefill, config.decode, timeout_s=config.timeout_s)
+    has_receipts = FLAVOURS[config.flavour].has_receipts
+    addresses = sorted({member.instance.store for member in pool.decode.members}) if has_receipts else []
+    readers = {
+        address: StoreReader(endpoint(address, token=config.token, ca_file=config.store_ca)) for address in addresses
+    }
+    tenants = Tenants(load_secret(Path(config.salt_file)), header=config.tenant_header)
+    listener = _listen(config.listen)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(listener.close)
+        log = stack.enter_context(RequestLog(log_descriptor))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        tally = Tally(log.write)
+        proxy = Proxy(config, pool=pool, readers=readers, tally=tally, tenants=tenants, session=session)
+        router = Router(config, proxy, Sources(tally, pool, readers, lambda: log.lost))
+        watching = asyncio.create_task(_watch(pool, readers, session, proxy))
+        watching.add_done_callback(lambda _: router.stopping.set())  # without it, nothing here can be relied on
+        stack.push_async_callback(_end, watching, pool)
+        server = web.Server(
+            router.handle,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=KEEP_ALIVE_S,
+        )
+        runner = web.ServerRunner(server, shutdown_timeout=stop_s)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.SockSite(runner, listener, backlog=BACKLOG).start()
+        router.port = listener.getsockname()[1]
+        yield router
+
+
+def run(config: RouterConfig, *, on_ready: Callable[[], None]) -> int:
+    """Serve until SIGTERM or Ctrl-C; the exit code."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    # A request makes hundreds of objects and no cycles: looking for these all the time takes time for nothing.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GARBAGE)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config, on_ready))
+    return 0
+
+
+async def _serve(config: RouterConfig, on_ready: Callable[[], None]) -> None:
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    async with running(config) as router:
+
+        def stop() -> None:
+            if router.stopping.is_set() and task is not None:
+                task.cancel()  # a second signal: at once
+            router.stopping.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+        on_ready()
+        await router.stopping.wait()
+        logger.info("stopping: streams may end within %g s; a second signal cuts them", STOP_S)
+
+
+async def _watch(pool: Pool, readers: dict[str, StoreReader], session: aiohttp.ClientSession, proxy: Proxy) -> None:
+    """All that goes on beside requests, until cancelled."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(pool.sweep())
+        for reader in readers.values():
+            group.create_task(reader.run())
+        for member in pool.members.values():
+            group.create_task(pool.watch(member, session, proxy.restarted))
+
+
+async def _end(watching: asyncio.Task[None], pool: Pool) -> None:
+    watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+    for member in pool.members.values():
+        member.client.close()
+
+
+def _listen(address: str) -> socket.socket:
+    host, port = split_address(address)
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+    except OSError as error:
+        raise ConfigError(
+            f"the router cannot listen on {address}: {error}",
+            remedy="Choose another address with --listen HOST:PORT.",
+            code="KV-102",
+        ) from error
+    return listener
+
+
+def _refused(status: int, message: str, remedy: str) -> web.Response:
+    return error_response(RouteError(message, remedy=remedy, status=status, code="KV-706"), {})
+
+
+def _json(tree: object, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(tree), content_type="application/json")

@@ -1,0 +1,100 @@
+"""Legs: one request to one instance; a failure is a value that says what may be done about it.
+
+Neighbours: `proxy` (left), `pool` (which instance, and who wakes waiting legs), `upstream` (how bytes travel).
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import NamedTuple
+
+from multidict import CIMultiDict
+
+from kvtally.router.pool import Member
+from kvtally.router.upstream import Response
+
+LARGEST_ANSWER_BYTES = 64 << 20  # of prefill, with the token ids of a long prompt
+RETRIED_STATUSES = frozenset({502, 503, 504})
+_OUR_FAULT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
+
+
+class Failure(NamedTuple):
+    """A leg that came to nothing before its first byte."""
+
+    reason: str  # one word, for headers and receipts
+    message: str
+    is_final: bool = False  # another instance would hardly do better
+
+
+class Whole(NamedTuple):
+    """A complete answer."""
+
+    status: int
+    headers: CIMultiDict[str]
+    body: bytes
+
+
+class Started(NamedTuple):
+    """An answer of which the first bytes are here (none: it has no body). To be closed by whoever has it."""
+
+    response: Response
+    first: bytes
+
+
+class Leg(NamedTuple):
+    """What is sent."""
+
+    path: str
+    headers: CIMultiDict[str]
+    body: bytes | None
+    method: str = "POST"
+
+
+async def start(member: Member, leg: Leg) -> Started | Failure:
+    """Send a request and wait for the first bytes of its answer."""
+    response: Response | None = None
+    first: bytes | None = None
+    try:
+        response = await member.client.request(leg.method, leg.path, leg.headers, leg.body)
+        first = await response.read()
+        return Started(response, first)
+    except TimeoutError as error:
+        if not member.is_up:
+            return Failure("down", f"{member.name} did not answer: {error}")
+        return Failure("timeout", f"{member.name} did not answer: {error}", is_final=True)  # nobody waits twice as long
+    except ConnectionResetError as error:
+        return Failure("disconnected", f"{member.name}: {error}")
+    except OSError as error:
+        if error.errno not in _OUR_FAULT:
+            member.went_down(f"it cannot be reached: {error}")
+        return Failure("connect", f"{member.name} cannot be reached: {error}")
+    finally:
+        if response is not None and first is None:
+            response.close()
+
+
+async def ask(member: Member, leg: Leg) -> Whole | Failure:
+    """Send a request and wait for all of its answer."""
+    started = await start(member, leg)
+    if isinstance(started, Failure):
+        return started
+    try:
+        body = await read_all(started, LARGEST_ANSWER_BYTES)
+    except OSError as error:  # a TimeoutError is one
+        return Failure("disconnected", f"{member.name} broke off its answer: {error}")
+    finally:
+        started.response.close()
+    if body is None:
+        return Failure("too_long", f"{member.name} answered more than {LARGEST_ANSWER_BYTES} bytes")
+    return Whole(started.response.status, started.response.headers, body)
+
+
+async def read_all(started: Started, limit_bytes: int) -> bytes | None:
+    """The whole body; None where it is longer. Raises OSError where it breaks off."""
+    parts, size_bytes = [started.first], len(started.first)
+    while part := await started.response.read():
+        parts.append(part)
+        size_bytes += len(part)
+        if size_bytes > limit_bytes:
+            return None
+    return b"".join(parts)

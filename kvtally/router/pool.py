@@ -1,0 +1,145 @@
+"""Instances: which are up, how busy each is, which are being drained.
+
+    health check every 2 s ─▶ up / down ─▶ Pool.eligible ─▶ core.routing.choose
+    a leg that could not connect ─▶ down at once, until the next check that succeeds
+
+Owns that state. An instance counts as up until something says otherwise, so that a router can start before its engines.
+When one goes down, legs that still wait for its first byte are woken: a stopped engine must not cost them their whole
+deadline. Neighbours: `proxy` (uses instances), `core.routing` (chooses).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+
+import aiohttp
+
+from kvtally.core.routing import Candidate, Held, choose
+from kvtally.errors import ConfigError
+from kvtally.instances import Instance
+from kvtally.router.upstream import EngineClient
+
+logger = logging.getLogger(__name__)
+
+CHECK_S = 2.0
+SWEEP_S = 0.5  # deadlines are kept to within this
+CHECK_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
+MOST_SILENT_CHECKS = 3  # without an answer; one that refuses or fails is down at once
+
+
+class Member:
+    """One instance as the router sees it."""
+
+    __slots__ = ("_silent", "client", "instance", "is_draining", "is_up", "legs", "name", "problem", "unfiled")
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self.name = instance.name
+        self.client = EngineClient(instance.url)
+        self.is_up = True
+        self.is_draining = False
+        self.problem = ""  # why it is down
+        self.legs = 0  # requests in flight
+        self.unfiled = 0  # receipts in a row that it did not file
+        self._silent = 0
+
+    @property
+    def state(self) -> str:
+        if not self.is_up:
+            return "down"
+        return "draining" if self.is_draining else "up"
+
+    def went_down(self, problem: str) -> None:
+        self.problem = problem
+        if not self.is_up:
+            return
+        self.is_up = False
+        logger.warning("instance %s is down: %s", self.name, problem)
+        self.client.give_up(f"it went down, {problem}")
+
+    def was_silent(self) -> None:
+        self._silent += 1
+        if self._silent >= MOST_SILENT_CHECKS:
+            self.went_down(f"no answer to {self._silent} health checks")
+
+    def came_up(self) -> bool:
+        """True where it was down before: whatever it held may be gone."""
+        self._silent, self.problem = 0, ""
+        if self.is_up:
+            return False
+        self.is_up = True
+        logger.info("instance %s is up", self.name)
+        return True
+
+
+class Group:
+    """The instances that have one role."""
+
+    def __init__(self, members: list[Member]) -> None:
+        self.members = members
+        self._turn = 0
+
+    def pick(self, held: dict[str, Held], *, besides: Collection[Member] = ()) -> Member | None:
+        """One that is up and takes new requests, or None."""
+        eligible = [item for item in self.members if item.is_up and not item.is_draining and item not in besides]
+        if len(eligible) < 2:
+            return eligible[0] if eligible else None
+        self._turn += 1
+        choice = choose([Candidate(item.name, item.legs) for item in eligible], held, turn=self._turn)
+        return next((item for item in eligible if choice and item.name == choice.name), None)
+
+
+class Pool:
+    """All instances, by role. One that has both roles is one member, with one load."""
+
+    def __init__(self, prefill: Sequence[Instance], decode: Sequence[Instance], *, timeout_s: float) -> None:
+        self.members: dict[str, Member] = {}
+        self._timeout_s = timeout_s
+        self.prefill = Group([self._member(instance) for instance in prefill])
+        self.decode = Group([self._member(instance) for instance in decode])
+
+    def find(self, name: str) -> Member | None:
+        """By name or URL."""
+        return self.members.get(name.partition("://")[2] or name)
+
+    async def watch(self, member: Member, session: aiohttp.ClientSession, restarted: Callable[[str], None]) -> None:
+        """Look after one instance, until cancelled."""
+        while True:
+            await check(member, session, restarted)
+            await asyncio.sleep(CHECK_S)
+
+    async def sweep(self) -> None:
+        """Keep the deadlines of all legs, until cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for member in self.members.values():
+                member.client.sweep()
+
+    def _member(self, instance: Instance) -> Member:
+        member = self.members.setdefault(instance.name, Member(instance))
+        member.client.timeout_s = self._timeout_s
+        if member.instance != instance:
+            raise ConfigError(
+                f"instance {instance.name} is named for prefill and for decode, with different options",
+                remedy="Give it the same store in both.",
+            )
+        return member
+
+
+async def check(member: Member, session: aiohttp.ClientSession, restarted: Callable[[str], None]) -> None:
+    """One health check."""
+    try:
+        async with session.get(
+            f"{member.instance.url}/health", timeout=CHECK_TIMEOUT, allow_redirects=False
+        ) as response:
+            if response.status == 200:
+                if member.came_up():
+                    restarted(member.name)
+            else:
+                member.went_down(f"/health answered {response.status}")
+    except TimeoutError:
+        member.was_silent()
+    except (aiohttp.ClientError, OSError) as error:
+        member.went_down(str(error) or type(error).__name__)

@@ -1,0 +1,493 @@
+"""One request's way through the router.
+
+    body ─▶ scrub, salt ─▶ choose decode ─▶ prefill leg ─▶ hand-off ─▶ decode leg ─▶ first byte ─┐
+                              (skipped where decode holds the prompt, or it is short)             ▼
+    client ◀── bytes, as they come ◀── headers with the verdict ◀── halves matched ◀── decode's store
+
+Owns the order of things, retries and deadlines. What is retried is safe: generating has no effects, and nothing has
+reached the client yet. After the first byte nothing is retried (`relay`). When the client leaves, aiohttp cancels the
+handler, and with it whichever leg is under way. A prefill that fails costs latency, not the answer: decode computes the
+prompt itself then, and the verdict says why. Neighbours: `app` (left), `trip`, `flavours`, `pool`, `stores`, `tally`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import NamedTuple
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from kvtally.config import RouterConfig
+from kvtally.core.receipts import Half, Receipt, Verdict
+from kvtally.core.routing import Held, PrefixMap, Skip, skip_prefill
+from kvtally.errors import RouteError
+from kvtally.router import body as bodies
+from kvtally.router import headers as header
+from kvtally.router.engines import RETRIED_STATUSES, Failure, Leg, Started, Whole, ask, read_all, start
+from kvtally.router.flavours import FLAVOURS
+from kvtally.router.flavours.base import PrefillAnswer, ResponseUsage
+from kvtally.router.pool import Member, Pool
+from kvtally.router.relay import CLIENT_LEFT, relay
+from kvtally.router.stores import Answer, StoreReader
+from kvtally.router.tally import Matched, Tally, match, source_of
+from kvtally.router.tenants import Tenants
+from kvtally.router.trip import NOT_JSON, Trip
+
+LEFT_STATUS = 499  # what others log for a client that left
+PREFILL_ATTEMPTS = 3
+DECODE_ATTEMPTS = 2
+MOST_REQUESTS = 10_000  # at once
+MOST_BODIES_BYTES = 1 << 30  # of requests that decode has not begun to answer
+WRONG_BY = 4  # so many times more than was thought may decode have to compute; a token is not always four bytes
+UNFILED = 3  # receipts that an instance may fail to file before nobody waits for them any more
+STRICT_PATIENCE = 8  # times as long is a receipt waited for where its absence is an error
+STORE_WAIT_MS = 60_000  # the longest a store waits; a later first byte asks again
+EVIDENCE_BYTES = 32 << 20
+PREFIXES, PREFIX_LIFETIME_NS = 65_536, 900 * 1_000_000_000
+BOOTSTRAP_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+
+
+class Plan(NamedTuple):
+    """What decode is sent beyond the client's request, and what may be expected of it."""
+
+    overlay: dict[str, object]
+    half: Half | None = None  # what prefill says it has done
+    note: str = ""  # why there is no half though one was wanted
+    skip: Skip | None = None
+
+    @property
+    def was_promised(self) -> bool:
+        """Whether somebody, prefill or the router itself, counts on reuse."""
+        return self.half is not None or bool(self.note) or self.skip is Skip.HELD
+
+
+NO_PLAN = Plan({})
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+
+
+class _Prefilled(msgspec.Struct):
+    """What is read of a prefill instance's response."""
+
+    choices: list[_Choice] = []
+    usage: ResponseUsage = ResponseUsage()
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+    kv_transfer_params: dict[str, object] | None = None
+
+
+class Proxy:
+    """Everything that one request's way needs, shared by all of them."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        pool: Pool,
+        readers: dict[str, StoreReader],
+        tally: Tally,
+        tenants: Tenants,
+        session: aiohttp.ClientSession,
+    ) -> None:
+        self._config = config
+        self._flavour = FLAVOURS[config.flavour]
+        self._pool = pool
+        self._readers = readers
+        self._tally = tally
+        self._tenants = tenants
+        self._session = session
+        self._requests = 0
+        self._bodies_bytes = 0
+        self._prefill_seen = PrefixMap(capacity=PREFIXES, lifetime_ns=PREFIX_LIFETIME_NS)
+        self._decode_seen = PrefixMap(capacity=PREFIXES, lifetime_ns=PREFIX_LIFETIME_NS)
+
+    def restarted(self, instance: str) -> None:
+        """It was down: what it held may be gone."""
+        self._prefill_seen.forget(instance)
+        self._decode_seen.forget(instance)
+
+    # ---- requests
+
+    async def complete(self, request: web.BaseRequest) -> web.StreamResponse:
+        """/v1/completions and /v1/chat/completions."""
+        return await self._travel(Trip(request), is_generating=True)
+
+    async def forward(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Any other path: to a decode instance, as it is."""
+        return await self._travel(Trip(request), is_generating=False)
+
+    async def _travel(self, trip: Trip, *, is_generating: bool) -> web.StreamResponse:
+        record = trip.record
+        self._requests += 1
+        try:
+            self._reserve(trip)
+            response = await (self._complete(trip) if is_generating else self._forward(trip))
+            record.status = record.status or response.status
+            return response
+        except RouteError as error:
+            record.status, record.error = error.status, error.message
+            if is_generating and trip.matched is None:
+                self._settle(trip, NO_PLAN, None, f"status_{error.status}")
+            return error_response(error, trip.own_headers())
+        except asyncio.CancelledError:
+            record.status, record.error = LEFT_STATUS, CLIENT_LEFT
+            raise
+        finally:
+            self._requests -= 1
+            self._let_go(trip)
+            record.total_ms = trip.elapsed_ms
+            self._tally.finished(record)
+
+    async def _complete(self, trip: Trip) -> web.StreamResponse:
+        trip.understand(await trip.read(self._config), self._config, self._tenants, self._tally)
+        trip.look_at_prompt()
+        held = self._decode_seen.holders(trip.prints, time.monotonic_ns())
+        decode = self._pick_decode(held)
+        proved_bytes = held[decode.name].proved_bytes if decode.name in held else 0
+        plan = await self._prefill(trip, proved_bytes)
+        if isinstance(plan, Whole):  # the client's own mistake, in the engine's words
+            self._settle(trip, NO_PLAN, None, f"status_{plan.status}")
+            headers = header.for_client(plan.headers)
+            headers.update(trip.own_headers())
+            return web.Response(status=plan.status, body=plan.body, headers=headers)
+        return await self._decode(trip, decode, plan)
+
+    async def _forward(self, trip: Trip) -> web.StreamResponse:
+        request = trip.request
+        data: bytes | None = await trip.read(self._config) if request.body_exists else None
+        if data and not request.headers.get("Content-Type", "").lower().startswith(NOT_JSON):
+            trip.understand(data, self._config, self._tenants, self._tally)
+            data = bodies.encode(trip.fields, {"cache_salt": trip.salt})
+        tried: list[Member] = []
+        while True:
+            member = self._pick_decode({}, besides=tried)
+            tried.append(member)
+            trip.record.decode = member.name
+            member.legs += 1
+            try:
+                leg = Leg(request.rel_url.raw_path_qs, trip.engine_headers(self._config), data, request.method)
+                started = await start(member, leg)
+                if isinstance(started, Started):
+                    return await self._pass_on(trip, started)
+            finally:
+                member.legs -= 1
+            self._give_up_or_retry(trip, "decode", started, is_last=len(tried) == DECODE_ATTEMPTS)
+
+    # ---- prefill
+
+    async def _prefill(self, trip: Trip, proved_bytes: int) -> Plan | Whole:
+        """Have the prompt computed and kept by a prefill instance, unless decode had better do it alone."""
+        record = trip.record
+        if not self._pool.prefill.members:
+            record.prefill = "none"
+            return self._alone(trip)
+        skip = bodies.skip_of(trip.kind, trip.fields, has_one_reader=self._flavour.has_one_reader) or skip_prefill(
+            trip.prompt_bytes,
+            proved_bytes if self._flavour.has_receipts else 0,
+            from_tokens=self._config.prefill_from_tokens,
+        )
+        if skip is not None:
+            record.prefill = f"skipped:{skip}"
+            self._tally.skipped[skip] += 1
+            return self._alone(trip, skip=skip)
+        held = self._prefill_seen.holders(trip.prints, time.monotonic_ns())
+        tried: list[Member] = []
+        reason = "down"
+        while len(tried) < PREFILL_ATTEMPTS:
+            member = self._pool.prefill.pick(held, besides=tried)
+            if member is None:
+                break
+            if tried:
+                trip.renew()
+                self._tally.retries["prefill"] += 1
+            tried.append(member)
+            answer = await self._ask_prefill(trip, member)
+            if not isinstance(answer, Failure):
+                return answer
+            reason = answer.reason
+            record.error = answer.message
+            if answer.is_final:
+                break
+        record.prefill = f"failed:{reason}"
+        return self._alone(trip, note=f"prefill_{reason}")
+
+    async def _ask_prefill(self, trip: Trip, member: Member) -> Plan | Whole | Failure:
+        """One attempt. A Whole is an answer that the client gets as it is."""
+        begun_ms = trip.elapsed_ms
+        member.legs += 1
+        try:
+            opening = await self._flavour.open(trip.ticket, member.instance, self._ask_json)
+            overlay = {**bodies.prefill_overlay(trip.fields), **opening.fields, **self._salt(trip)}
+            headers = trip.engine_headers(self._config)
+            headers.update(opening.headers)
+            body = bodies.encode(trip.fields, {**overlay, "kv_transfer_params": opening.params})
+            answer = await ask(member, Leg(trip.path, headers, body))
+        except (OSError, ValueError) as error:  # of `open`
+            return Failure("bootstrap", f"{member.instance.bootstrap} cannot be asked: {error}")
+        finally:
+            member.legs -= 1
+            trip.record.prefill_ms = trip.elapsed_ms - begun_ms
+        if isinstance(answer, Failure):
+            return answer
+        trip.record.prefill = member.name
+        if 400 <= answer.status < 500:
+            return answer
+        if answer.status != 200:
+            is_final = answer.status not in RETRIED_STATUSES
+            return Failure(f"status_{answer.status}", f"{member.name} answered {answer.status}", is_final)
+        try:
+            told = msgspec.json.decode(answer.body, type=_Prefilled)
+        except (msgspec.DecodeError, RecursionError):
+            return self._alone(trip, note="bad_answer")
+        self._prefill_seen.learn(trip.prints, member.name, time.monotonic_ns(), proved=False)
+        choice = told.choices[0] if told.choices else _Choice()
+        handoff = self._flavour.close(
+            trip.ticket,
+            opening,
+            PrefillAnswer(told.usage.prompt_tokens, choice.finish_reason or "", told.kv_transfer_params),
+        )
+        if isinstance(handoff, str):
+            return self._alone(trip, note=handoff)
+        found = [ids for ids in (told.prompt_token_ids, choice.prompt_token_ids) if bytes(ids).startswith(b"[")]
+        overlay = bodies.handoff_overlay(trip.kind, trip.fields, found[0] if found else None, handoff.params)
+        return Plan({**overlay, **self._salt(trip)}, handoff.half)
+
+    def _alone(self, trip: Trip, *, note: str = "", skip: Skip | None = None) -> Plan:
+        """Decode computes what it does not hold."""
+        overlay: dict[str, object] = {"kv_transfer_params": self._flavour.alone(trip.ticket), **self._salt(trip)}
+        return Plan(overlay, note=note, skip=skip)
+
+    # ---- decode
+
+    async def _decode(self, trip: Trip, decode: Member, plan: Plan) -> web.StreamResponse:
+        """Send the request to decode, once more to another one where that fails before the first byte."""
+        body = [
+            bodies.encode(trip.fields, plan.overlay)
+        ]  # emptied with the first byte, which may be long ago at the last
+        plan.overlay.clear()
+        tried: list[Member] = []
+        while True:
+            tried.append(decode)
+            trip.record.decode = decode.name
+            is_last = len(tried) == DECODE_ATTEMPTS
+            decode.legs += 1
+            try:
+                outcome = await self._try_decode(trip, decode, plan, body, is_last=is_last)
+            finally:
+                decode.legs -= 1
+            if isinstance(outcome, web.StreamResponse):
+                return outcome
+            other = self._pool.decode.pick({}, besides=tried) or (decode if decode.is_up else None)
+            self._give_up_or_retry(trip, "decode", outcome, is_last=is_last or other is None)
+            decode = other or decode
+
+    async def _try_decode(
+        self, trip: Trip, decode: Member, plan: Plan, body: list[bytes], *, is_last: bool
+    ) -> web.StreamResponse | Failure:
+        reader = self._readers.get(decode.instance.store) if self._flavour.has_receipts else None
+        asked = reader.ask(trip.ticket, STORE_WAIT_MS) if reader is not None else None
+        started = await start(decode, Leg(trip.path, trip.engine_headers(self._config), body[0]))
+        if isinstance(started, Failure):
+            return started
+        status = started.response.status
+        if status in RETRIED_STATUSES and not is_last:
+            started.response.close()
+            return Failure(f"status_{status}", f"{decode.name} answered {status}")
+        try:
+            if status == 200:
+                started = await self._judge(trip, decode, plan, started, asked)
+            else:
+                self._settle(trip, plan, None, f"status_{status}")
+            body.clear()
+            self._let_go(trip)
+            response = await self._pass_on(trip, started)
+        finally:
+            started.response.close()
+        if trip.record.reason == "not_filed" and reader is not None:
+            await self._look_again(trip, decode, plan, reader)
+        return response
+
+    async def _judge(
+        self, trip: Trip, decode: Member, plan: Plan, started: Started, asked: asyncio.Future[Answer] | None
+    ) -> Started:
+        """Match the halves. Raises RouteError where strict mode refuses what they prove."""
+        half, why = None, "no_receipts"
+        if asked is not None:
+            answer = await self._receipt(trip, decode, asked)
+            half, why = (answer.receipt.decode if answer.receipt else None), answer.reason
+        elif not trip.record.stream:
+            started, half = await self._evidence(started)
+        self._settle(trip, plan, half, why)
+        matched = trip.matched
+        assert matched is not None
+        self._tally.judged(matched)
+        self._learn(trip, decode, plan, matched)
+        if self._config.strict and self._is_refused(plan, matched.verdict, half):
+            raise RouteError(
+                f"reuse was not proved: {matched.words}" + (f" ({matched.reason})" if matched.reason else ""),
+                remedy=f"See /receipts/{trip.ticket}; without --strict the request is answered all the same.",
+                status=502,
+                code="KV-703",
+            )
+        return started
+
+    def _settle(self, trip: Trip, plan: Plan, half: Half | None, why_missing: str) -> None:
+        receipt = Receipt(ticket=trip.ticket, prefill=plan.half, decode=half)
+        trip.matched = match(receipt, note=plan.note, why_missing=why_missing)
+        record = trip.record
+        record.receipt, record.verdict, record.reason = receipt, trip.matched.words, trip.matched.reason
+        record.source = source_of(half)
+        self._tally.keep(record)
+
+    async def _receipt(self, trip: Trip, decode: Member, asked: asyncio.Future[Answer]) -> Answer:
+        """Decode's half, for which the first byte waits a little. It was asked for when decode was."""
+        if asked.done() and (asked.result().reason or _has_decode(asked.result())):
+            decode.unfiled = 0
+            return asked.result()
+        # A strict router would refuse an answer whose receipt is a moment late.
+        wait_ms = self._config.receipt_wait_ms * (STRICT_PATIENCE if self._config.strict else 1)
+        if decode.unfiled >= UNFILED and not self._config.strict:
+            return Answer(None)  # it runs without the connector; `_look_again` notices when that changes
+        try:
+            async with asyncio.timeout(wait_ms / 1e3):
+                answer = await asked
+                if not answer.reason and not _has_decode(answer):
+                    # The store waited as long as it does, or had too many waiting.
+                    answer = await self._readers[decode.instance.store].ask(trip.ticket, wait_ms)
+        except TimeoutError:
+            answer = Answer(None)
+        decode.unfiled = 0 if answer.reason or _has_decode(answer) else decode.unfiled + 1
+        return answer
+
+    async def _look_again(self, trip: Trip, decode: Member, plan: Plan, reader: StoreReader) -> None:
+        """The half came too late for the headers; the receipt that is kept should have it all the same."""
+        try:
+            async with asyncio.timeout(self._config.receipt_wait_ms / 1e3):
+                answer = await reader.ask(trip.ticket, 0)
+        except TimeoutError:
+            return
+        if answer.receipt is not None and answer.receipt.decode is not None:
+            decode.unfiled = 0
+            self._settle(trip, plan, answer.receipt.decode, "")
+            trip.record.reason = trip.record.reason or "late"
+
+    async def _evidence(self, started: Started) -> tuple[Started, Half | None]:
+        """For flavours without receipts: what the response itself says."""
+        try:
+            body = await read_all(started, EVIDENCE_BYTES)
+        except OSError as error:
+            raise RouteError(
+                f"decode broke off its answer: {error}", remedy="Ask again.", status=502, code="KV-702"
+            ) from error
+        if body is None:
+            raise RouteError("decode's answer is too long", remedy="Ask for a stream.", status=502, code="KV-702")
+        return Started(started.response, body), self._flavour.evidence(body)
+
+    def _is_refused(self, plan: Plan, verdict: Verdict, half: Half | None) -> bool:
+        if verdict is Verdict.RECOMPUTED:
+            has_something = half is not None and half.prompt_tokens > 1  # of one token nothing can be reused
+            return plan.was_promised and has_something
+        return verdict in (Verdict.MISSING, Verdict.SHORT)
+
+    def _learn(self, trip: Trip, decode: Member, plan: Plan, matched: Matched) -> None:
+        """Remember where this prompt went, and whether it is certain to be there."""
+        half = matched.receipt.decode
+        is_proved = half is not None and matched.verdict in (Verdict.PROVED, Verdict.LOCAL)
+        if half is not None and plan.skip is Skip.HELD:
+            is_proved &= half.computed_tokens <= WRONG_BY * self._config.prefill_from_tokens
+        self._decode_seen.learn(trip.prints, decode.name, time.monotonic_ns(), proved=is_proved)
+        if plan.skip is Skip.HELD and not is_proved:
+            self._decode_seen.doubt(trip.prints, decode.name)
+
+    # ---- common to all
+
+    def _reserve(self, trip: Trip) -> None:
+        """Make room for a request's body, which may be as long as it says. Raises RouteError where there is none."""
+        request = trip.request
+        if request.body_exists:
+            trip.reserved_bytes = (
+                self._config.max_body_bytes if request.content_length is None else request.content_length
+            )
+        self._bodies_bytes += trip.reserved_bytes
+        if self._requests > MOST_REQUESTS or self._bodies_bytes > MOST_BODIES_BYTES:
+            message = f"there are {self._requests} requests, with {self._bodies_bytes} bytes of bodies, at once"
+            raise RouteError(message, remedy="Try again soon.", status=503, code="KV-707")
+
+    def _let_go(self, trip: Trip) -> None:
+        """Decode has begun to answer, or nobody will: what was asked is not needed any more."""
+        self._bodies_bytes -= trip.reserved_bytes
+        trip.reserved_bytes = 0
+        trip.fields, trip.prints = {}, []
+
+    def _pick_decode(self, held: dict[str, Held], besides: list[Member] = []) -> Member:  # noqa: B006 - only read
+        member = self._pool.decode.pick(held, besides=besides)
+        if member is None and besides:
+            member = self._pool.decode.pick(held)  # better the same one again than none
+        if member is None:
+            raise RouteError("no decode instance is up", remedy="Try again soon.", status=503, code="KV-701")
+        return member
+
+    def _give_up_or_retry(self, trip: Trip, leg: str, failure: Failure, *, is_last: bool) -> None:
+        trip.record.error = failure.message
+        if is_last or failure.is_final:
+            raise RouteError(
+                failure.message,
+                remedy="Try again; the engine's log says more.",
+                status=504 if failure.reason == "timeout" else 502,
+                code="KV-702",
+            )
+        trip.record.retries += 1
+        self._tally.retries[leg] += 1
+
+    async def _pass_on(self, trip: Trip, started: Started) -> web.StreamResponse:
+        headers = header.for_client(started.response.headers)
+        headers.update(trip.own_headers())
+        trip.record.first_byte_ms = trip.elapsed_ms
+        try:
+            response, problem = await relay(trip.request, started, headers, self._config.timeout_s)
+        finally:
+            started.response.close()
+        if problem:
+            trip.record.error = problem
+            if problem == CLIENT_LEFT:
+                trip.record.status = LEFT_STATUS
+            else:
+                self._tally.cut += 1
+        return response
+
+    def _salt(self, trip: Trip) -> dict[str, object]:
+        return {"cache_salt": trip.salt}
+
+    async def _ask_json(self, url: str) -> object:
+        try:
+            async with self._session.get(url, timeout=BOOTSTRAP_TIMEOUT, allow_redirects=False) as response:
+                if response.status != 200:
+                    raise ValueError(f"status {response.status}")
+                return msgspec.json.decode(await response.content.read(1 << 20))
+        except aiohttp.ClientError as error:
+            raise OSError(str(error)) from error
+
+
+def _has_decode(answer: Answer) -> bool:
+    return answer.receipt is not None and answer.receipt.decode is not None
+
+
+def error_response(error: RouteError, headers: dict[str, str]) -> web.Response:
+    """In the shape of OpenAI's errors, with our code and remedy."""
+    tree = {
+        "message": f"{error.message} [{error.code}]. {error.remedy}",
+        "type": "invalid_request_error" if error.status < 500 else "server_error",
+        "param": None,
+        "code": error.status,
+    }
+    return web.Response(
+        status=error.status,
+        body=msgspec.json.encode({"error": tree}),
+        content_type="application/json",
+        headers=headers,
+    )

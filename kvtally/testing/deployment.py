@@ -1,0 +1,260 @@
+"""Prefill, decode, store and router as users run them: `kvtally up` on a file, driven over HTTP.
+
+    Deployment ──YAML──▶ kvtally up ──▶ store, prefill, decode, router
+        └──completions──▶ router, or straight to decode for what it answers alone
+
+Owns the file, the process and how its answers are read; for the demo and for tests. Blocking; every wait has a deadline
+and ends in a TransportError with the log's last lines. Neighbours: `up` (what is run), `models` (with what).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvtally.client import Miss, StoreClient
+from kvtally.errors import TransportError
+from kvtally.testing.engines import ENVIRONMENT
+from kvtally.testing.models import Model
+
+START_S = 400.0
+REQUEST_S = 120.0
+STOP_S = 60.0
+
+
+class Answer(NamedTuple):
+    """What a client got. `told`: the router's headers, without their prefix."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    told: dict[str, str]
+
+    def is_as(self, other: Answer, tolerance: float = 1e-3) -> bool:
+        near = (abs(a - b) <= tolerance for a, b in zip(self.logprobs, other.logprobs, strict=True))
+        return self.tokens == other.tokens and all(near)
+
+
+class Refused(TransportError):
+    """An error that the client can tell from an answer."""
+
+    def __init__(self, status: int, text: str, told: dict[str, str]) -> None:
+        super().__init__(f"status {status}: {text}", remedy="It is what the test or the user asked for, or a fault.")
+        self.status = status
+        self.text = text
+        self.told = told
+
+
+def body(tokens: Sequence[int], max_tokens: int = 8, **more: Any) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "prompt": list(tokens),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 1,
+        "return_tokens_as_token_ids": True,
+        **more,
+    }
+
+
+def post(url: str, content: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Answer:
+    """One completion. Raises Refused for an error, OSError where the connection broke."""
+    data = json.dumps(content).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
+    try:
+        with urllib.request.urlopen(request, timeout=REQUEST_S) as response:
+            return answer_of(response.read(), response.headers)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise Refused(error.code, error.read().decode(), told_by(dict(error.headers))) from None
+
+
+def answer_of(content: bytes, headers: Mapping[str, str]) -> Answer:
+    """Of a whole answer, or of a stream. A stream that does not say that it is over is an error, not an answer."""
+    if headers["Content-Type"].startswith("text/event-stream"):
+        events = [line[6:] for line in content.splitlines() if line.startswith(b"data: ")]
+        if not events or events.pop() != b"[DONE]":
+            raise OSError("the stream broke off")
+        parts = [json.loads(event) for event in events]
+    else:
+        parts = [json.loads(content)]
+    if any("error" in part for part in parts):
+        raise OSError(f"the stream ended with an error: {parts[-1]}")
+    found = [choice["logprobs"] for part in parts for choice in part["choices"] if choice["logprobs"]]
+    tokens = [int(token.removeprefix("token_id:")) for logprobs in found for token in logprobs["tokens"]]
+    values = [value for logprobs in found for value in logprobs["token_logprobs"]]
+    return Answer(tokens, values, told_by(headers))
+
+
+def told_by(headers: Mapping[str, str]) -> dict[str, str]:
+    named = ((name.lower(), value) for name, value in headers.items())
+    return {name.removeprefix("x-kvtally-"): value for name, value in named if name.startswith("x-kvtally-")}
+
+
+class Deployment:
+    """What one file asks for. Its processes are children of `kvtally up`, which restarts those that die."""
+
+    def __init__(self, model: Model, directory: Path, **changes: Any) -> None:
+        self.router = f"http://127.0.0.1:{free_port()}"
+        self.prefill, self.decode = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+        self.socket = str(directory / "s.sock")
+        settings = {name: value for name, value in model.settings.items() if name != "model"}
+        tree = {
+            "model": str(model.path),
+            "prefill": {"count": 1, "port": port_of(self.prefill)},
+            "decode": {"count": 1, "port": port_of(self.decode)},
+            "args": {**settings, "served_model_name": "tiny", "enable_prefix_caching": True, **changes.pop("args", {})},
+            "env": dict(ENVIRONMENT),
+            "store": {"socket": self.socket, "memory": "512MiB", **changes.pop("store", {})},
+            "router": {"port": port_of(self.router), "prefill_from": 1, **changes.pop("router", {})},
+            "logs": str(directory / "logs"),
+            **changes,
+        }
+        file = directory / "up.yaml"
+        file.write_text(json.dumps(tree))  # JSON is YAML
+        self._log = directory / "up.log"
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvtally", "up", str(file)], stdout=log, stderr=log, env=os.environ
+            )
+
+    def wait_ready(self, timeout_s: float = START_S, *, on_line: Callable[[str], object] = str) -> None:
+        """Until all are up and the router says so. `on_line` gets what `kvtally up` said last, again and again."""
+
+        def is_ready() -> bool:
+            lines = self.log().strip().splitlines()
+            on_line(lines[-1] if lines else "kvtally up")
+            return self.is_ready()
+
+        self.wait(is_ready, "it did not come up", timeout_s)
+
+    def is_ready(self) -> bool:
+        """Whether engines, router and store are up: the router serves without a store, so that is asked apart."""
+        with StoreClient(self.socket, name="test") as client:
+            if isinstance(client.connect(0.5), Miss):
+                return False
+        try:
+            with urllib.request.urlopen(f"{self.router}/health", timeout=5) as response:
+                return bool(json.load(response)["status"] == "ok")
+        except OSError:
+            return False
+
+    def wait(self, is_done: Callable[[], bool], problem: str, timeout_s: float = REQUEST_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not is_done():
+            if self._process.poll() is not None:
+                raise self._broken("kvtally up ended")
+            if time.monotonic() >= deadline:
+                raise self._broken(problem)
+            time.sleep(0.1)
+
+    def _broken(self, problem: str) -> TransportError:
+        last = "\n".join(self.log().strip().splitlines()[-15:])
+        return TransportError(f"{problem}\n{last}\n", remedy=f"The logs lie beside {self._log}.")
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def pid(self, name: str) -> int:
+        """Of the process that `kvtally up` started last by this name: store, prefill-0, decode-0 or router."""
+        return int(re.findall(rf"^{name}: starting, pid (\d+)", self.log(), re.MULTILINE)[-1])
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        finally:
+            self._process.kill()
+
+    # ---- requests
+
+    def complete(self, tokens: Sequence[int], max_tokens: int = 8, *, key: str = "", **more: Any) -> Answer:
+        """Through the router."""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return post(f"{self.router}/v1/completions", body(tokens, max_tokens, **more), headers)
+
+    def continued(self, tokens: Sequence[int], max_tokens: int = 8) -> tuple[list[int], Answer]:
+        """A prompt of one token more, and what decode's engine says to it having computed all of it but that token:
+        its own continuation, with nothing reused. The arithmetic is that of a handed over prompt, to the bit."""
+        salted = body(tokens, max_tokens + 1, cache_salt=f"alone-{time.monotonic_ns()}")
+        alone = post(f"{self.decode}/v1/completions", salted)
+        return [*tokens, alone.tokens[0]], Answer(alone.tokens[1:], alone.logprobs[1:], {})
+
+    def forget(self, *engines: str) -> None:
+        """Reset engines' own prefix caches; they refuse while blocks are in use."""
+
+        def is_reset() -> bool:
+            request = urllib.request.Request(f"{engine}/reset_prefix_cache", b"{}")
+            try:
+                with urllib.request.urlopen(request, timeout=10) as response:
+                    return bool(json.load(response)["success"])
+            except OSError:
+                return False
+
+        for engine in engines:
+            self.wait(is_reset, f"{engine} does not reset its cache")
+
+    def counted(self) -> dict[str, float]:
+        """Prompt tokens of decode's engine by where they came from, as vLLM counts them."""
+        with urllib.request.urlopen(f"{self.decode}/metrics", timeout=10) as response:
+            text = response.read().decode()
+        found = re.findall(r'^vllm:prompt_tokens_by_source_total\{.*source="(\w+)".*\} (\S+)$', text, re.MULTILINE)
+        return {source: float(value) for source, value in found}
+
+    @contextmanager
+    def store(self) -> Iterator[StoreClient]:
+        with StoreClient(self.socket, name="test") as client:
+            if isinstance(client.connect(10), Miss):
+                raise self._broken("the store does not answer")
+            yield client
+
+    def receipt(self, answer: Answer) -> dict[str, Any]:
+        """Both halves, as the router keeps them; a moment after the answer has ended."""
+        found: dict[str, Any] = {}
+
+        def is_there() -> bool:
+            try:
+                with urllib.request.urlopen(f"{self.router}/receipts/{answer.told['request']}", timeout=10) as response:
+                    found.update(json.load(response))
+            except OSError:
+                return False
+            return True
+
+        self.wait(is_there, "the router does not keep the receipt", 10)
+        return found
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that descend from it, itself first."""
+    parents: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            try:
+                stat = Path("/proc", entry, "stat").read_text()
+            except OSError:
+                continue  # it has ended meanwhile
+            parents.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
+    found = [pid]
+    for process in found:
+        found += parents.get(process, [])
+    return found
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def port_of(url: str) -> int:
+    return int(url.rsplit(":", 1)[1])

@@ -1,0 +1,129 @@
+"""Can this machine run the plan? Asked before anything is started, so that a wrong file costs a second, not minutes.
+
+Owns the questions to the system: GPUs, vLLM, the model's files, ports, the store's socket; and the probe that tells
+whether a process is ready. Neighbours: `plan` (gets a Host), `supervise` (asks `answers`). Blocking, with deadlines.
+"""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import importlib.util
+import os
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvtally.client import Miss, StoreClient
+from kvtally.errors import ConfigError
+from kvtally.machine import available_memory_bytes
+from kvtally.up.file import Deployment
+from kvtally.up.plan import Host, Process
+
+PROBE_S = 2.0
+_OFFLINE = ("1", "on", "yes", "true")
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy knows nothing of our own loopback
+
+
+def this_host(environ: Mapping[str, str], root: Path = Path("/")) -> Host:
+    """What `plan` needs to know of this machine."""
+    # A container has the devices it may use; on a bare machine they may not be made yet, but the driver knows them.
+    count = len(list(root.glob("dev/nvidia[0-9]*"))) or len(list(root.glob("proc/driver/nvidia/gpus/*")))
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [str(index) for index in range(count)] if visible is None else [gpu for gpu in visible.split(",") if gpu]
+    return Host(
+        python=sys.executable,
+        gpus=tuple(gpus) if count else (),
+        has_accelerator=(root / "dev" / "kfd").exists(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=available_memory_bytes(),
+        environ=environ,
+    )
+
+
+def check(deployment: Deployment, processes: Sequence[Process], environ: Mapping[str, str]) -> None:
+    """Raise ConfigError for what would fail later. Starts nothing, changes nothing."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            f"vLLM is not installed beside this kvtally ({sys.executable})",
+            remedy="Install vLLM 0.32 into the same environment; or have --print show the commands, for elsewhere.",
+            code="KV-106",
+        )
+    _check_model(deployment.model, environ)
+    for process in processes:
+        if process.port:
+            _check_port(process)
+    is_there = answers(deployment.socket, 0.3)
+    if deployment.starts_store and is_there:
+        raise ConfigError(
+            f"a store already serves {deployment.socket}",
+            remedy=f"Use it: `store: {deployment.socket}`; or stop it; or choose another: `store: {{socket: ...}}`.",
+            code="KV-104",
+        )
+    if not deployment.starts_store and not is_there:
+        raise ConfigError(
+            f"no store answers at {deployment.socket}, which the file names",
+            remedy="Start it, or write `store: {socket: ...}` to have one started.",
+            code="KV-106",
+        )
+
+
+def answers(address: str, timeout_s: float = PROBE_S) -> bool:
+    """Whether what listens there is ready: an HTTP address answers 200, a store's socket welcomes a client."""
+    if not address.startswith(("http://", "https://")):
+        with StoreClient(address, name="kvtally up") as client:
+            return not isinstance(client.connect(timeout_s), Miss)
+    try:
+        with _direct.open(address, timeout=timeout_s) as response:
+            return bool(response.status == 200)
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def _check_model(model: str, environ: Mapping[str, str]) -> None:
+    if model.startswith("/"):
+        if not Path(model, "config.json").is_file():
+            raise ConfigError(
+                f"there is no model in {model}: it has no config.json",
+                remedy="Name a directory with a model in it, or a model hub's owner/name.",
+                code="KV-106",
+            )
+        return
+    if model.count("/") > 1:
+        raise ConfigError(
+            f"{model} is neither a directory here nor a model hub's owner/name",
+            remedy="A relative path is relative to the file; write ./ before it.",
+            code="KV-106",
+        )
+    is_offline = any(environ.get(name, "").lower() in _OFFLINE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    cache = Path(environ.get("HF_HUB_CACHE") or Path(environ.get("HF_HOME") or _default_cache(environ), "hub"))
+    if is_offline and not (cache / f"models--{model.replace('/', '--')}").is_dir():
+        raise ConfigError(
+            f"the model {model} is not in {cache}, and HF_HUB_OFFLINE forbids to fetch it",
+            remedy="Fetch it where the network may be used, or name the directory it lies in.",
+            code="KV-106",
+        )
+
+
+def _default_cache(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface")
+
+
+def _check_port(process: Process) -> None:
+    try:
+        with socket.create_server((process.host.strip("[]"), process.port), family=_family(process.host)):
+            return
+    except OSError as error:
+        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+        raise ConfigError(
+            f"port {process.port} on {process.host}, for {process.name}, {reason}",
+            remedy=f"End what uses it, or choose another in the file: `{process.part}: {{port: ...}}`.",
+            code="KV-102",
+        ) from error
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

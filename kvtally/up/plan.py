@@ -1,0 +1,259 @@
+"""What a deployment means: which processes, with which commands, in which order. Pure: a file and a host in, data out.
+
+    stage 0  store                      stage 1  engines, all at once                      stage 2  router
+
+Owns commands, ports, the sharing of GPUs (or of cores and memory, where there are none) and the pace of restarts.
+Neighbours: `file` (what was asked for), `supervise` (carries it out), `cli.up` (prints it).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from math import prod
+
+import msgspec
+
+from kvtally.errors import ConfigError
+from kvtally.units import split_address
+from kvtally.up.file import Argument, Deployment, Pool, Role, Scalar
+
+LOOPBACK = "127.0.0.1"
+FIRST_PORT = {Role.PREFILL: 8100, Role.DECODE: 8200, Role.PLAIN: 8300}
+STORE_START_S, ROUTER_START_S = 300.0, 60.0  # a store reads its disk's journal first
+ENGINE_MODULE = "vllm.entrypoints.openai.api_server"  # as `vllm serve`, which needs a distribution named vllm
+GIB = 1 << 30
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_KV_SIZES = ("kv_cache_memory_bytes", "gpu_memory_utilization")  # of vLLM; on a CPU they are about RAM
+
+MOST_RESTARTS = 5
+RESTART_WINDOW_S = 600.0
+LONGEST_PAUSE_S = 30.0
+
+
+class Part(StrEnum):
+    STORE = "store"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PLAIN = "plain"
+    ROUTER = "router"
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan needs to know of the machine it is for."""
+
+    python: str
+    gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
+    has_accelerator: bool = False  # of some other kind, which we do not share out
+    cores: int = 1
+    memory_bytes: int = 0
+    environ: Mapping[str, str] = {}
+
+
+class Process(msgspec.Struct, frozen=True, kw_only=True):
+    """One process to keep. `env` is what is added to the environment of `up`."""
+
+    name: str
+    part: Part
+    stage: int  # started when every process of the stages before it is ready
+    argv: list[str]
+    env: dict[str, str] = {}
+    host: str = ""
+    port: int = 0  # 0: it has none
+    health: str  # ready when this answers: an HTTP address, or the socket of a store
+    start_timeout_s: float
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+def plan(deployment: Deployment, host: Host) -> list[Process]:
+    """The processes in the order of their start. Raises ConfigError for what cannot work on any machine like this."""
+    engines = _engines(deployment, host)
+    store = [_store(deployment, host)] if deployment.starts_store else []
+    processes = [*store, *engines, _router(deployment, host, engines)]
+    _check_ports(processes)
+    return processes
+
+
+def shell_command(process: Process) -> str:
+    """The process as one line for a shell."""
+    settings = [f"{name}={shlex.quote(value)}" for name, value in process.env.items()]
+    return " ".join([*settings, shlex.join(process.argv)])
+
+
+def pause_s(deaths_s: Sequence[float], now_s: float) -> float | None:
+    """How long to wait before the next start of a process that died at these times; None: it dies too often."""
+    recent = sum(now_s - death_s <= RESTART_WINDOW_S for death_s in deaths_s)
+    return min(2.0 ** (recent - 1), LONGEST_PAUSE_S) if recent <= MOST_RESTARTS else None
+
+
+# ---- the processes
+
+
+def _store(deployment: Deployment, host: Host) -> Process:
+    return Process(
+        name="store",
+        part=Part.STORE,
+        stage=0,
+        argv=[
+            *(host.python, "-m", "kvtally", "store", "--socket", deployment.socket),
+            *_flags(deployment.store),
+        ],
+        health=deployment.socket,
+        start_timeout_s=STORE_START_S,
+    )
+
+
+def _engines(deployment: Deployment, host: Host) -> list[Process]:
+    gpus = _share_gpus(deployment, host)
+    count = sum(pool.count for pool in deployment.pools.values())
+    processes = []
+    for role, pool in deployment.pools.items():
+        arguments = _arguments(deployment, pool)
+        own = {name: _text(value) for name, value in {**deployment.env, **pool.env}.items()}
+        for index in range(pool.count):
+            name = f"{role}-{index}"
+            given = {"CUDA_VISIBLE_DEVICES": gpus[name]} if name in gpus else _cpu_share(host, count, arguments)
+            port = (pool.port or FIRST_PORT[role]) + index
+            processes.append(
+                Process(
+                    name=name,
+                    part=Part(role),
+                    stage=1,
+                    argv=[
+                        *(host.python, "-m", ENGINE_MODULE, "--model", deployment.model),
+                        *("--host", LOOPBACK, "--port", str(port)),
+                        *("--kv-transfer-config", _transfer(deployment)),
+                        *_flags(arguments),
+                    ],
+                    env={**given, **own},
+                    host=LOOPBACK,
+                    port=port,
+                    health=f"http://{LOOPBACK}:{port}/health",
+                    start_timeout_s=deployment.start_timeout_s,
+                )
+            )
+    return processes
+
+
+def _router(deployment: Deployment, host: Host, engines: Sequence[Process]) -> Process:
+    listen, port = split_address(deployment.listen)
+    reached = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(listen, listen)
+    reached = f"[{reached}]" if ":" in reached else reached
+    instances = [
+        word
+        for engine in engines
+        # A router knows engines that do both as decode engines without prefill.
+        for word in ("--prefill" if engine.part is Part.PREFILL else "--decode", _instance(engine, deployment.socket))
+    ]
+    return Process(
+        name="router",
+        part=Part.ROUTER,
+        stage=2,
+        argv=[
+            *(host.python, "-m", "kvtally", "route", "--listen", deployment.listen),
+            *instances,
+            *_flags(deployment.router),
+            *_flags({name: deployment.store[name] for name in ("token_file",) if name in deployment.store}),
+        ],
+        host=reached,
+        port=port,
+        health=f"http://{reached}:{port}/health",
+        start_timeout_s=ROUTER_START_S,
+    )
+
+
+def _instance(engine: Process, socket: str) -> str:
+    return f"{engine.url},store={socket}"
+
+
+def _transfer(deployment: Deployment) -> str:
+    extra = {"store": deployment.socket, "autostart": False, **deployment.connector}
+    config = {"kv_connector": "KVTally", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return msgspec.json.encode(config).decode()
+
+
+def _arguments(deployment: Deployment, pool: Pool) -> dict[str, Argument]:
+    """Of one role's engines, by vLLM's names; null takes back what was said for all."""
+    merged: dict[str, Argument] = {}
+    for arguments in (deployment.args, pool.args):
+        merged |= {name.lstrip("-").replace("-", "_"): value for name, value in arguments.items()}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def _flags(arguments: Mapping[str, Argument]) -> Iterator[str]:
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            yield flag
+        elif value is False:
+            yield flag.replace("--", "--no-", 1)
+        elif isinstance(value, list):
+            yield from (flag, *map(_text, value))
+        elif isinstance(value, dict):
+            yield from (flag, msgspec.json.encode(value).decode())
+        else:
+            yield from (flag, str(value))
+
+
+def _text(value: Scalar) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _check_ports(processes: Sequence[Process]) -> None:
+    taken: dict[int, str] = {}
+    for process in processes:
+        if process.port > 65_535:
+            raise _unusable(f"{process.name} would have port {process.port}", "Choose a lower first port.")
+        if process.port and (other := taken.setdefault(process.port, process.name)) != process.name:
+            raise _unusable(
+                f"{other} and {process.name} would both have port {process.port}",
+                "Choose other ports: router: {listen: ...}, prefill: {port: ...}, decode: {port: ...}.",
+            )
+
+
+# ---- what the engines share
+
+
+def _share_gpus(deployment: Deployment, host: Host) -> dict[str, str]:
+    """The GPUs of each engine: those the file names; else the next ones that nobody has."""
+    named = {
+        f"{role}-{index}": ",".join(map(str, entry)) if isinstance(entry, list) else str(entry)
+        for role, pool in deployment.pools.items()
+        for index, entry in enumerate(pool.gpus)
+    }
+    if not host.gpus:
+        return named
+    claimed = {gpu.strip() for gpus in named.values() for gpu in gpus.split(",")}
+    free = [gpu for gpu in host.gpus if gpu not in claimed]
+    for role, pool in deployment.pools.items():
+        sizes = [_arguments(deployment, pool).get(name, 1) for name in _PARALLEL]
+        needed = prod(size for size in sizes if isinstance(size, int))
+        for index in range(0 if pool.gpus else pool.count):
+            if len(free) < needed:
+                raise _unusable(
+                    f"{role}-{index} needs {needed} GPU(s); {len(free)} of {len(host.gpus)} here are left for it",
+                    "Ask for fewer engines, or let them share: gpus: [0, 0] with args: {gpu_memory_utilization: 0.45}.",
+                )
+            named[f"{role}-{index}"], free = ",".join(free[:needed]), free[needed:]
+    return named
+
+
+def _cpu_share(host: Host, engines: int, arguments: Mapping[str, Argument]) -> dict[str, str]:
+    """On a machine without accelerator: vLLM's own defaults are for one engine that has all cores and all memory."""
+    if host.gpus or host.has_accelerator:
+        return {}
+    share: dict[str, str] = {}
+    if engines > 1:
+        threads = str(max(1, host.cores // engines))
+        share |= {"OMP_NUM_THREADS": threads, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if not any(name in arguments for name in _KV_SIZES):
+        share["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, host.memory_bytes // GIB // 4 // engines))
+    return {name: value for name, value in share.items() if name not in host.environ}
+
+
+def _unusable(message: str, remedy: str) -> ConfigError:
+    return ConfigError(message, remedy=remedy, code="KV-102")

@@ -1,0 +1,373 @@
+"""Keeps the processes of a plan: starts them in order, waits until they are ready, restarts what dies, stops all.
+
+    waiting ──▶ starting ──▶ ready ──died──▶ pausing ──▶ starting …          a process that dies too often: failed
+                   └─ a first start that fails stops everything
+
+Owns processes and their logs. Every process runs under a guard (see `guard`), which ends its whole tree; so nothing is
+left behind, not even when this process is killed. A process that dies too often is given up; when a part (the store,
+all decode engines, ...) has nobody left, everything is stopped.
+
+Neighbours: `plan` (what to keep, how soon to restart), `machine.answers` (the probe), `cli.up` (shows it).
+Threading: one event loop; probes run in its thread pool. Every wait has a deadline or is for a process's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from kvtally.errors import ConfigError, TransportError
+from kvtally.up import guard
+from kvtally.up.machine import answers
+from kvtally.up.plan import Process, pause_s
+
+GRACE_S = 35.0  # for a process to end by itself: a router lets streams end, for 30 s; a store writes to its disk
+GUARD_START_S = 5.0
+GOOD_LIFE_S = 5.0  # after which a death is the first again
+PROBE_EVERY_S = 0.1
+TAIL_LINES = 20
+TAIL_BYTES = 64 << 10
+LARGEST_LOG_BYTES = 64 << 20
+LOG_CHECK_S = 10.0
+
+
+class State(StrEnum):
+    WAITING = "waiting"  # for the stage before it
+    STARTING = "starting"
+    READY = "ready"
+    PAUSING = "pausing"  # it died, and is started again soon
+    FAILED = "failed"  # it died too often
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One process, as it is now."""
+
+    name: str
+    state: State
+    pid: int  # 0: none
+    uptime_s: float
+    port: int
+    restarts: int
+
+
+class Child:
+    """One run of a process: the guard and the tree beneath it."""
+
+    def __init__(self, process: Process, log: Path, environ: Mapping[str, str], grace_s: float) -> None:
+        """Raises OSError where the log or a process cannot be had."""
+        with contextlib.ExitStack() as undo:
+            self._wire, theirs = socket.socketpair()
+            undo.enter_context(self._wire)
+            with theirs, log.open("ab") as file:
+                self._guard = subprocess.Popen(
+                    [sys.executable, "-I", "-S", guard.__file__, str(grace_s), *process.argv],
+                    env={**environ, **process.env},
+                    stdin=theirs.fileno(),
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,  # Ctrl-C in the terminal is ours to handle
+                )
+            undo.pop_all()
+        self.pid = self._told_pid()
+        self._ended = asyncio.Event()
+        self._end = os.pidfd_open(self._guard.pid)
+        asyncio.get_running_loop().add_reader(self._end, self._bury)
+        self.code = 0
+
+    def stop(self) -> None:
+        """Ask the process to end; the guard kills it if it takes too long."""
+        self._tell(guard.STOP)
+
+    def kill(self) -> None:
+        self._tell(guard.KILL)
+
+    async def ended(self) -> int:
+        """Wait until all of the tree is gone. The exit code."""
+        await self._ended.wait()
+        return self.code
+
+    def _told_pid(self) -> int:
+        """Guards are quick. 0: it is not, or has ended already."""
+        self._wire.settimeout(GUARD_START_S)
+        with contextlib.suppress(TimeoutError):
+            return int(self._wire.recv(32) or 0)
+        return 0
+
+    def _tell(self, what: bytes) -> None:
+        if not self._ended.is_set():
+            with contextlib.suppress(OSError):  # it ends just now
+                self._wire.send(what)
+
+    def abandon(self) -> None:
+        """Kill the process group, guard and all: for a guard that does not answer."""
+        if not self._ended.is_set():
+            os.killpg(self._guard.pid, signal.SIGKILL)
+
+    def _bury(self) -> None:
+        """The guard ended. If it was killed, some of the tree may live: they are still in its group.
+
+        The guard is not reaped before, so that its id cannot mean anybody else's group.
+        """
+        asyncio.get_running_loop().remove_reader(self._end)
+        os.close(self._end)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._guard.pid, signal.SIGKILL)
+        self.code = self._guard.wait()
+        self._wire.close()
+        self._ended.set()
+
+
+class Kept:
+    """A process of the plan and what became of it so far."""
+
+    def __init__(self, process: Process, log: Path) -> None:
+        self.process = process
+        self.log = log
+        self.state = State.WAITING
+        self.child: Child | None = None
+        self.begun_s = 0.0
+        self.deaths_s: list[float] = []
+        self.restarts = 0
+        self.has_been_ready = False
+        self.ready_s: float | None = None  # when its present life became ready
+
+    @property
+    def is_running(self) -> bool:
+        return self.state in (State.STARTING, State.READY, State.STOPPING)
+
+    def row(self, now_s: float) -> Row:
+        pid = self.child.pid if self.child is not None and self.is_running else 0
+        uptime_s = now_s - self.begun_s if pid else 0.0
+        port = self.process.port
+        name, restarts = self.process.name, self.restarts
+        return Row(name=name, state=self.state, pid=pid, uptime_s=uptime_s, port=port, restarts=restarts)
+
+
+class Supervisor:
+    """Keeps a plan until `stop`. `tell` gets a line for people whenever something happens."""
+
+    def __init__(
+        self,
+        processes: Sequence[Process],
+        logs: Path,
+        *,
+        tell: Callable[[str], None],
+        environ: Mapping[str, str] = os.environ,
+        grace_s: float = GRACE_S,
+        probe: Callable[[str], bool] = answers,
+        pause: Callable[[Sequence[float], float], float | None] = pause_s,
+    ) -> None:
+        self._kept = [Kept(process, logs / f"{process.name}.log") for process in processes]
+        self._logs = logs
+        self._tell = tell
+        self._environ = environ
+        self._grace_s = grace_s
+        self._probe = probe
+        self._pause = pause
+        self._stopping = asyncio.Event()
+        self._progress = asyncio.Condition()
+        self.ready = asyncio.Event()  # every process has been ready once
+
+    def rows(self) -> list[Row]:
+        now_s = time.monotonic()
+        return [kept.row(now_s) for kept in self._kept]
+
+    def stop(self) -> None:
+        """End `run` in order. Called again: at once."""
+        if not self._stopping.is_set():
+            self._tell("stopping, in order; once more stops at once")
+            self._stopping.set()
+            return
+        for kept in self._kept:
+            if kept.child is not None:
+                kept.child.kill()
+
+    async def run(self) -> None:
+        """Until `stop`, or until something failed for good: TransportError KV-504, with the end of its log."""
+        self._open_logs()
+        failure: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._keep(kept)) for kept in self._kept]
+                tasks.append(group.create_task(self._bound_logs()))
+                await self._stopping.wait()
+                for task in tasks:
+                    task.cancel()
+        except* TransportError as failures:
+            failure = failures.exceptions[0]
+        finally:
+            await self._stop_all()
+        if failure is not None:
+            raise failure
+
+    # ---- one process
+
+    async def _keep(self, kept: Kept) -> None:
+        await self._turn(kept)
+        while True:
+            child = self._start(kept)
+            if await self._becomes_ready(kept, child):
+                await self._note_ready(kept)
+                await child.ended()
+            elif not kept.has_been_ready:
+                raise self._failure(kept, f"{kept.process.name} did not start: it {self._how_it_ended(kept, child)}")
+            delay_s = self._after_death(kept, child)
+            if delay_s is None:
+                return
+            await asyncio.sleep(delay_s)
+            kept.restarts += 1
+
+    async def _turn(self, kept: Kept) -> None:
+        earlier = [other for other in self._kept if other.process.stage < kept.process.stage]
+        async with self._progress:
+            await self._progress.wait_for(lambda: all(other.has_been_ready for other in earlier))
+
+    def _start(self, kept: Kept) -> Child:
+        kept.state = State.STARTING
+        kept.begun_s = time.monotonic()
+        try:
+            kept.child = child = Child(kept.process, kept.log, self._environ, self._grace_s)
+        except OSError as error:  # of the log file, or of the system's limits
+            raise self._failure(kept, f"{kept.process.name} could not be started: {error}") from error
+        self._tell(f"{kept.process.name}: starting, pid {child.pid}, log {kept.log}")
+        return child
+
+    async def _becomes_ready(self, kept: Kept, child: Child) -> bool:
+        """False: it ended first, or took too long and was killed."""
+        end = asyncio.create_task(child.ended())
+        deadline_s = kept.begun_s + kept.process.start_timeout_s
+        try:
+            while not end.done():
+                if await asyncio.to_thread(self._probe, kept.process.health):
+                    return not end.done()  # else somebody else answers there
+                if time.monotonic() >= deadline_s:
+                    child.kill()
+                    await end
+                    return False
+                await asyncio.wait({end}, timeout=PROBE_EVERY_S)
+            return False
+        finally:
+            end.cancel()
+
+    async def _note_ready(self, kept: Kept) -> None:
+        kept.state = State.READY
+        self._tell(f"{kept.process.name}: ready after {time.monotonic() - kept.begun_s:.1f} s")
+        kept.has_been_ready = True
+        kept.ready_s = time.monotonic()
+        if all(other.has_been_ready for other in self._kept):
+            self.ready.set()
+        async with self._progress:
+            self._progress.notify_all()
+
+    def _after_death(self, kept: Kept, child: Child) -> float | None:
+        """How long to wait before the next start. None: no more; raises where its part has nobody left."""
+        now_s = time.monotonic()
+        if kept.ready_s is not None and now_s - kept.ready_s >= GOOD_LIFE_S:
+            kept.deaths_s.clear()  # it works, whatever killed it: only one that cannot live is given up
+        kept.ready_s = None
+        kept.deaths_s.append(now_s)
+        how = self._how_it_ended(kept, child)
+        delay_s = self._pause(kept.deaths_s, now_s)
+        if delay_s is not None:
+            kept.state = State.PAUSING
+            self._tell(f"{kept.process.name}: {how}; starts again in {delay_s:g} s, log {kept.log}")
+            return delay_s
+        kept.state = State.FAILED
+        what = f"{kept.process.name} died {len(kept.deaths_s)} times and is given up; the last time it {how}"
+        failure = self._failure(kept, what)
+        if all(other.state is State.FAILED for other in self._kept if other.process.part is kept.process.part):
+            raise failure
+        self._tell(failure.message)
+        return None
+
+    def _how_it_ended(self, kept: Kept, child: Child) -> str:
+        if time.monotonic() >= kept.begun_s + kept.process.start_timeout_s and kept.state is State.STARTING:
+            return f"was not ready within {kept.process.start_timeout_s:g} s"
+        code = child.code
+        if code > 128 and code - 128 in set(signal.Signals):
+            return f"was killed by {signal.Signals(code - 128).name}"
+        return f"ended with exit code {code}"
+
+    def _failure(self, kept: Kept, what: str) -> TransportError:
+        return TransportError(
+            f"{what}\n\nthe end of {kept.log}:\n{tail(kept.log)}\n",
+            remedy="See what it says; the whole command is in `kvtally up --print`.",
+            code="KV-504",
+        )
+
+    # ---- all of them
+
+    async def _stop_all(self) -> None:
+        """The last stage first: the router takes no more requests, engines save, the store writes them down."""
+        for stage in sorted({kept.process.stage for kept in self._kept}, reverse=True):
+            running = [
+                (kept, kept.child)
+                for kept in self._kept
+                if kept.process.stage == stage and kept.child is not None and kept.is_running
+            ]
+            for kept, child in running:
+                kept.state = State.STOPPING
+                child.stop()
+            ends = [asyncio.ensure_future(child.ended()) for _, child in running]
+            if ends and (await asyncio.wait(ends, timeout=self._grace_s + 5))[1]:
+                for _, child in running:
+                    child.abandon()
+                await asyncio.wait(ends)
+            for kept, _ in running:
+                kept.state = State.STOPPED
+                self._tell(f"{kept.process.name}: stopped")
+
+    def _open_logs(self) -> None:
+        """A directory of this user's own, with the logs of this run only; those of the last one are kept as .1."""
+        try:
+            self._logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for kept in self._kept:
+                if kept.log.exists():
+                    kept.log.replace(kept.log.with_suffix(".log.1"))
+                kept.log.touch(mode=0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"logs cannot be written to {self._logs}: {error.strerror}",
+                remedy="Choose another directory in the file: `logs: DIR`.",
+                code="KV-103",
+            ) from error
+
+    async def _bound_logs(self) -> None:
+        """Processes append to their logs, so a log can be cut under them; a few lines may be lost."""
+        while True:
+            await asyncio.sleep(LOG_CHECK_S)
+            for kept in self._kept:
+                bound_log(kept.log)
+
+
+def bound_log(log: Path, largest_bytes: int = LARGEST_LOG_BYTES) -> None:
+    with contextlib.suppress(OSError):  # somebody removed it, or the disk is full: then it is not kept
+        if log.stat().st_size > largest_bytes:
+            with contextlib.suppress(OSError):
+                shutil.copyfile(log, log.with_suffix(".log.1"))
+            os.truncate(log, 0)
+
+
+def tail(log: Path) -> str:
+    """The last lines, without what could upset a terminal."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+    except OSError as error:
+        return f"({error.strerror})"
+    return "\n".join("".join(c if c.isprintable() else " " for c in line.expandtabs()) for line in lines)

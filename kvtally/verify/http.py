@@ -1,0 +1,56 @@
+"""Plain HTTP for `kvtally verify`: one request at a time, each with a deadline, never through a proxy.
+
+Whatever goes wrong on the way is a `TransportError`; an answer with a bad status is an answer. Blocking.
+"""
+
+from __future__ import annotations
+
+import http.client
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from kvtally.errors import TransportError
+
+MOST_BYTES = 64 << 20
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Response(NamedTuple):
+    status: int
+    headers: Mapping[str, str]  # names in lower case
+    body: bytes
+
+
+class Server:
+    """One base address, and the key its clients show."""
+
+    def __init__(self, url: str, *, key: str = "", timeout_s: float) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+        self._timeout_s = timeout_s
+
+    def call(self, path: str, body: Mapping[str, object] | None = None) -> Response:
+        """GET, or POST of a body. Raises TransportError where no whole answer comes."""
+        content = msgspec.json.encode(body) if body is not None else None
+        try:
+            request = urllib.request.Request(self.url + path, content, self._headers)
+            with _opener.open(request, timeout=self._timeout_s) as response:
+                return _response(response.status, response)
+        except urllib.error.HTTPError as error:
+            with error:
+                return _response(error.code, error)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            what = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise TransportError(
+                f"{self.url}{path} did not answer: {what or type(error).__name__}",
+                remedy="Check the address, and that it can be reached from here.",
+            ) from error
+
+
+def _response(status: int, response: http.client.HTTPResponse | urllib.error.HTTPError) -> Response:
+    body = response.read(MOST_BYTES)
+    return Response(status, {name.lower(): value for name, value in response.headers.items()}, body)

@@ -1,0 +1,116 @@
+"""Words for people: what each reason on a receipt means, and what to do about it. Pure.
+
+Reasons come from the store (`wire.messages.MissReason`), the connector and the router. One that is not known here is
+shown as it is.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvtally.core.receipts import Verdict
+from kvtally.wire.messages import MissReason
+
+
+class Explained(NamedTuple):
+    what: str
+    remedy: str
+
+
+_LOG = "Look at the engine's log, and at `kvtally stat` for the store's side."
+_SAME_STORE = "Give both engines the same `store` in kv_connector_extra_config, on one machine; `kvtally up` does."
+_CONNECTOR = (
+    'Start it with --kv-transfer-config \'{"kv_connector": "KVTally", "kv_role": "kv_both"}\', and look for the '
+    "line `kvtally: groups …` in its log."
+)
+
+REASONS: dict[str, Explained] = {
+    MissReason.ABSENT: Explained(
+        "the store does not hold the prompt: nobody saved it, or it was evicted",
+        "See `kvtally stat`: if `evicted` grows, give the store more memory or a disk; if nothing is committed, the "
+        "engine that should have saved it says why in its log.",
+    ),
+    MissReason.STATE_ABSENT: Explained(
+        "attention is there, but not the recurrent state or window at the prompt's boundary",
+        "See docs/vllm.md, `Recurrent models: where states are kept`; on a CPU give --block-size too.",
+    ),
+    MissReason.PENDING: Explained(
+        "the prompt was still being saved when decode's wait ended", "Raise connector.wait_ms, or find what is slow."
+    ),
+    MissReason.STAGING_FAILED: Explained(
+        "a lower tier could not deliver the bytes in time", "See the tiers' states in `kvtally stat`, and the disk."
+    ),
+    MissReason.CHECKSUM: Explained(
+        "bytes in the store did not match their identity: noticed, quarantined and computed instead",
+        "Something damages memory or disk: see `quarantined` in `kvtally stat`, and test the hardware.",
+    ),
+    MissReason.ARENA_FULL: Explained(
+        "the store's memory is full of objects in use", "Give it more: `store: {memory: ...}`."
+    ),
+    MissReason.LEASE_EXPIRED: Explained(
+        "the engine took longer to load than its lease allowed", "The engine is overloaded: give it fewer requests."
+    ),
+    MissReason.LIMIT: Explained(
+        "a bound of the store, the engine or the router was reached", "Spread the load over more instances or stores."
+    ),
+    MissReason.STORE_UNREACHABLE: Explained(
+        "the store could not be reached", "Start it, and check that the engine, or the router, names its address."
+    ),
+    MissReason.DEADLINE: Explained(
+        "the store did not answer in time", "It is overloaded or stopped: look at its log and its CPU time."
+    ),
+    MissReason.REFUSED: Explained(
+        "the store refused the engine: another user, token or version",
+        "Run both as the same user and version; the engine's log has the store's own words.",
+    ),
+    MissReason.FOREIGN_STORE: Explained("prefill and decode use different stores", _SAME_STORE),
+    MissReason.FOREIGN_NAMESPACE: Explained(
+        "prefill and decode differ in model, revision, dtype or KV layout, so their bytes are not interchangeable",
+        "Start both with the same model and arguments; each engine's log names its namespace.",
+    ),
+    MissReason.OTHER_TOKENS: Explained(
+        "prefill and decode made different tokens of the same text",
+        "Give both the same tokenizer, chat template and truncation.",
+    ),
+    MissReason.SLOW_TIER: Explained(
+        "loading it would have taken longer than computing it",
+        "See the tier's read speed in `kvtally stat --json`: a faster disk helps; `connector.always_load` loads anyway.",
+    ),
+    # the connector's own
+    "not_asked": Explained("the engine did not ask its store for this prompt", _LOG),
+    # the router's own
+    "no_handoff": Explained("prefill answered without a hand-off: its engine runs without the connector", _CONNECTOR),
+    "bad_handoff": Explained(
+        "prefill's hand-off could not be understood", "Use the same version of kvtally in the router and the engines."
+    ),
+    "bad_answer": Explained("prefill's answer was not one of a vLLM engine", "Check the addresses of --prefill."),
+    "no_receipts": Explained(
+        "this router's flavour of hand-off gives no receipts", "Only engines with the kvtally connector prove reuse."
+    ),
+    "not_filed": Explained(
+        "decode filed no receipt: its engine runs without the connector, or with another store than the router reads",
+        f"{_CONNECTOR} Give the router the store of each instance: --decode URL,store=ADDRESS.",
+    ),
+    "store_refused": Explained(
+        "the store refused the router: another user, token or version",
+        "Run the router as the store's user, or give it the token of a store it reaches over TCP.",
+    ),
+}
+
+
+def explain(verdict: Verdict, reason: str, *, refused: bool = False) -> Explained:
+    """A sentence on a request that did not prove its reuse, and the remedy."""
+    if reason.startswith("prefill_"):
+        how = reason.removeprefix("prefill_").replace("_", " ")
+        cause = Explained(f"prefill could not do its part ({how})", "See `/instances`, and the prefill engine's log.")
+    else:
+        cause = REASONS.get(reason, Explained(f"the reason given is `{reason or 'none'}`", _LOG))
+    if refused:
+        begin = "the strict router refused to answer"
+    elif verdict is Verdict.SHORT:
+        begin = "less was reused than promised"
+    elif verdict is Verdict.MISSING:
+        begin = "nobody knows what was reused"
+    else:
+        begin = "nothing was reused"
+    return Explained(f"{begin}: {cause.what}", cause.remedy)

@@ -1,0 +1,428 @@
+"""Asks a router and its engines, and hands what was seen to `judge`.
+
+    for each probe:   engine, twice, each with a salt of its own ─▶ the reference, and how far the engine deviates
+                      router, twice                              ─▶ answer, receipt, and the decode engine's counters
+
+Owns the order of the requests and the reading of answers. Nothing it asks for can be reused from anybody else: prompts
+are random, and a salt shuts the engines' and the store's caches for the reference. Blocking; every request has a
+deadline. Neighbours: `probes` (what to ask), `http`, `judge`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtally.core.receipts import Verdict
+from kvtally.errors import KVTallyError, TransportError
+from kvtally.verify.http import Response, Server
+from kvtally.verify.judge import (
+    Answer,
+    Counted,
+    Observation,
+    Report,
+    Setting,
+    Told,
+    Turn,
+    cannot_test,
+    compare,
+    judge,
+    tolerance,
+)
+from kvtally.verify.probes import MAX_TOKENS, TURN_TOKENS, Shape, chunk_tokens, shapes, words
+
+COUNTERS_S = 2.0  # vLLM counts a prompt a moment after it has answered
+RECEIPT_S = 1.0  # the router keeps a receipt when the response has ended
+AGAIN_S = 0.02
+DEFAULT_LIMIT_TOKENS = 4096
+PREFIX = "x-kvtally-"
+BY_SOURCE = "vllm:prompt_tokens_by_source_total"
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+CACHE_CONFIG = "vllm:cache_config_info"
+
+
+class Probe(NamedTuple):
+    """A prompt, and what an engine answers that reuses nothing."""
+
+    shape: Shape
+    tokens: list[int]
+    reference: Answer
+    own_deviation: float  # between that and the same engine computing the prompt in one go
+
+
+def verify(
+    router: Server,
+    direct: Server | None,
+    *,
+    connect: Callable[[str], Server],
+    seed: int,
+    seen: Callable[[Observation], None] = lambda observation: None,
+) -> Report:
+    """Test a router. `direct` is the engine to compare with; without it, the first decode instance the router names.
+
+    `seen` is told each observation as it is made.
+    """
+    try:
+        return _Run(router, direct, connect, random.Random(seed)).report(seen)
+    except KVTallyError as error:
+        return cannot_test(error.message, error.remedy)
+
+
+class _Run:
+    def __init__(
+        self, router: Server, direct: Server | None, connect: Callable[[str], Server], dice: random.Random
+    ) -> None:
+        self._router = router
+        self._dice = dice
+        instances = _decode(router, router.call("/instances"), _Instances)
+        self._has_prefill = bool(instances.having("prefill"))
+        self._engines = {_name(url): connect(url) for url in instances.having("decode")}
+        if direct is not None:
+            self._engines[_name(direct.url)] = direct
+        self._direct = direct or next(iter(self._engines.values()))
+        self._model = _decode(router, router.call("/v1/models"), _Models).data[0]
+        self._block_tokens = self._read_block_tokens()
+
+    def report(self, seen: Callable[[Observation], None]) -> Report:
+        probes = self._probes()
+        own_deviation = max((probe.own_deviation for probe in probes), default=0.0)
+        observations = []
+        for probe in probes:
+            for turn in Turn:
+                observations.append(self._observe(probe, turn, own_deviation))
+                seen(observations[-1])
+        setting = Setting(
+            has_prefill=self._has_prefill,
+            chunk_tokens=chunk_tokens(self._block_tokens),
+            own_deviation=own_deviation,
+        )
+        return judge(observations, setting)
+
+    # ---- references: straight to an engine
+
+    def _probes(self) -> list[Probe]:
+        probes = [
+            self._probe(shape, self._tokens(shape.tokens))
+            for shape in shapes(self._block_tokens, self._model.max_model_len or DEFAULT_LIMIT_TOKENS)
+        ]
+        if probes:
+            longest = probes[-1]
+            more = self._tokens(TURN_TOKENS - MAX_TOKENS)
+            tokens = [*longest.tokens, *longest.reference.tokens, *more]
+            probes.append(self._probe(Shape("next turn", len(tokens)), tokens))
+        return probes
+
+    def _probe(self, shape: Shape, tokens: list[int]) -> Probe:
+        """A prompt that ends with the token which the engine itself would have said next.
+
+        So its going on is what an engine answers that has computed all of the prompt but the last token: the very
+        arithmetic of a reused prompt. Computed in one go the same prompt gives a slightly different answer (other
+        kernels, other rounding), and by how much is the engine's own affair.
+        """
+        longer = _answer(self._direct, self._ask_direct(tokens[:-1], MAX_TOKENS + 1))
+        prompt = [*tokens[:-1], longer.tokens[0]]
+        reference = longer.after_first()
+        at_once = _answer(self._direct, self._ask_direct(prompt, MAX_TOKENS))
+        return Probe(shape, prompt, reference, compare(reference, at_once, float("inf")).deviation)
+
+    def _ask_direct(self, tokens: Sequence[int], max_tokens: int) -> Response:
+        salt = f"kvtally-verify-{self._dice.getrandbits(128):032x}"
+        return self._direct.call("/v1/completions", self._body(tokens, cache_salt=salt, max_tokens=max_tokens))
+
+    def _tokens(self, count: int) -> list[int]:
+        body = {"model": self._model.id, "prompt": words(self._dice, count), "add_special_tokens": True}
+        response = self._direct.call("/tokenize", body)
+        tokens = _decode(self._direct, response, _Tokenized).tokens
+        return tokens[:count]
+
+    def _body(self, tokens: Sequence[int], **more: object) -> dict[str, object]:
+        return {
+            "model": self._model.id,
+            "prompt": tokens,
+            "max_tokens": MAX_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 2,
+            "return_tokens_as_token_ids": True,
+            **more,
+        }
+
+    # ---- observations: through the router
+
+    def _observe(self, probe: Probe, turn: Turn, own_deviation: float) -> Observation:
+        before = self._count_all()
+        body = self._body(probe.tokens, **({"stream": True} if probe.shape.is_streamed else {}))
+        seen = Observation(
+            case=probe.shape.name, turn=turn, prompt_tokens=len(probe.tokens), is_streamed=probe.shape.is_streamed
+        )
+        try:
+            response = self._router.call("/v1/completions", body)
+            told = _told(response)
+            if response.status != 200:
+                return msgspec.structs.replace(
+                    seen, told=told, failure=_failure(response), failure_reason=told.reason if told else ""
+                )
+            answer = _answer(self._router, response)
+        except TransportError as error:
+            return msgspec.structs.replace(seen, failure=error.message)
+        counted, uncounted = self._counted(told, before, len(probe.tokens))
+        allowed = tolerance(own_deviation, computed_tokens=told.computed_tokens if told is not None else 0)
+        return msgspec.structs.replace(
+            seen,
+            comparison=compare(probe.reference, answer, allowed),
+            told=self._completed(told) if told is not None else None,
+            counted=counted,
+            uncounted=uncounted,
+        )
+
+    def _completed(self, told: Told) -> Told:
+        """With what the headers do not say: what prefill promised, and a half that came too late for them."""
+        deadline_s = time.monotonic() + RECEIPT_S
+        while (response := self._router.call(f"/receipts/{told.request}")).status != 200:
+            if time.monotonic() >= deadline_s:
+                return told
+            time.sleep(AGAIN_S)
+        kept = _decode(self._router, response, _Kept)
+        if kept.prefill is not None:
+            told = msgspec.structs.replace(told, promised_tokens=kept.prefill.saved_tokens)
+        if told.verdict != Verdict.MISSING or kept.decode is None:
+            return told
+        verdict, _, reason = kept.verdict.partition(":")
+        sources = kept.decode.sources
+        return msgspec.structs.replace(
+            told,
+            verdict=verdict,
+            reason=reason,
+            is_late=True,
+            reused_tokens=sum(sources.values()),
+            computed_tokens=kept.decode.computed_tokens,
+            sources=sources,
+        )
+
+    def _counted(self, told: Told | None, before: dict[str, Counted], prompt_tokens: int) -> tuple[Counted | None, str]:
+        """What the engine that decoded counted for this request, or why that cannot be said."""
+        if told is None or told.decode not in before:
+            return None, "the engine that decoded cannot be reached from here"
+        deadline_s = time.monotonic() + COUNTERS_S
+        while True:
+            now = self._count(self._engines[told.decode])
+            delta = _delta(before[told.decode], now or before[told.decode])
+            if delta.total_tokens == prompt_tokens:
+                return delta, ""
+            if delta.total_tokens > prompt_tokens:
+                return None, "the engine served others meanwhile"
+            if time.monotonic() >= deadline_s:
+                return None, "the engine did not count the request"
+            time.sleep(AGAIN_S)
+
+    def _count_all(self) -> dict[str, Counted]:
+        counts = {name: self._count(engine) for name, engine in self._engines.items()}
+        return {name: counted for name, counted in counts.items() if counted is not None}
+
+    def _count(self, engine: Server) -> Counted | None:
+        """The engine's totals since it started; None where they cannot be read."""
+        sums = dict.fromkeys(SOURCES, 0)
+        try:
+            for name, labels, value in _samples(engine):
+                if name == BY_SOURCE and labels.get("source") in sums:
+                    sums[labels["source"]] += int(value)
+        except TransportError:
+            return None
+        computed, local, external = sums.values()
+        return Counted(computed_tokens=computed, local_tokens=local, external_tokens=external)
+
+    def _read_block_tokens(self) -> int:
+        for name, labels, _ in _samples(self._direct):
+            if name == CACHE_CONFIG and labels.get("block_size", "").isdecimal():
+                return int(labels["block_size"])
+        raise TransportError(
+            f"{self._direct.url}/metrics does not tell the engine's block size",
+            remedy="Give the address of a vLLM engine of this router: --direct URL.",
+        )
+
+
+# ---- reading answers
+
+
+class _Instance(msgspec.Struct):
+    instance: str  # host:port, and a path perhaps
+    roles: list[str]
+
+
+class _Instances(msgspec.Struct):
+    """What is read of the router's /instances."""
+
+    instances: list[_Instance]
+
+    def having(self, role: str) -> list[str]:
+        return [f"http://{row.instance}" for row in self.instances if role in row.roles]
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
+class _Logprobs(msgspec.Struct):
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    logprobs: _Logprobs | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+class _Saved(msgspec.Struct):
+    saved_tokens: int = 0
+
+
+class _Loaded(msgspec.Struct):
+    tokens_gpu: int = 0
+    tokens_host: int = 0
+    tokens_disk: int = 0
+    tokens_remote: int = 0
+    computed_tokens: int = 0
+
+    @property
+    def sources(self) -> dict[str, int]:
+        places = {
+            "gpu": self.tokens_gpu,
+            "host": self.tokens_host,
+            "disk": self.tokens_disk,
+            "remote": self.tokens_remote,
+        }
+        return {place: tokens for place, tokens in places.items() if tokens}
+
+
+class _Kept(msgspec.Struct):
+    """What is read of /receipts/{id}: the halves."""
+
+    verdict: str
+    prefill: _Saved | None = None
+    decode: _Loaded | None = None
+
+
+T = TypeVar("T")
+
+
+def _decode(server: Server, response: Response, kind: type[T]) -> T:
+    if response.status != 200:
+        raise TransportError(
+            f"{server.url} said no: {_failure(response)}",
+            remedy="Check the model's name, the key and the engine's log.",
+        )
+    try:
+        return msgspec.json.decode(response.body, type=kind)
+    except msgspec.DecodeError as error:
+        raise TransportError(
+            f"{server.url} answered something else than a vLLM engine or a kvtally router would: {error}",
+            remedy="Check the address.",
+        ) from error
+
+
+def _failure(response: Response) -> str:
+    text = " ".join(response.body.decode(errors="replace").split())
+    return f"status {response.status}, {text[:500]}"
+
+
+def _samples(engine: Server) -> Iterator[tuple[str, dict[str, str], float]]:
+    response = engine.call("/metrics")
+    if response.status != 200:
+        raise TransportError(
+            f"{engine.url}/metrics: {_failure(response)}", remedy="Give an engine's address: --direct."
+        )
+    try:
+        for family in text_string_to_metric_families(response.body.decode()):
+            for sample in family.samples:
+                yield sample.name, sample.labels, sample.value
+    except ValueError as error:
+        raise TransportError(
+            f"{engine.url}/metrics cannot be read: {error}", remedy="Give an engine's address: --direct."
+        ) from error
+
+
+def _delta(before: Counted, now: Counted) -> Counted:
+    return Counted(
+        computed_tokens=now.computed_tokens - before.computed_tokens,
+        local_tokens=now.local_tokens - before.local_tokens,
+        external_tokens=now.external_tokens - before.external_tokens,
+    )
+
+
+def _answer(server: Server, response: Response) -> Answer:
+    """Of a response, whole or streamed. Raises TransportError where it is neither."""
+    if response.headers.get("content-type", "").startswith("text/event-stream"):
+        events = [line[6:] for line in response.body.splitlines() if line.startswith(b"data: ")]
+        if not events or events.pop() != b"[DONE]":
+            raise TransportError("the stream broke off", remedy="Look at the router's log.")
+    else:
+        events = [response.body]
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    margins: list[float] = []
+    text = ""
+    for event in events:
+        for choice in _decode(server, response._replace(body=event), _Completion).choices:
+            text += choice.text
+            found = choice.logprobs or _Logprobs()
+            tokens += [int(token.removeprefix("token_id:")) for token in found.tokens]
+            logprobs += [value if value is not None else 0.0 for value in found.token_logprobs]
+            margins += [_margin(top or {}) for top in found.top_logprobs]
+    if not len(tokens) == len(logprobs) == len(margins) > 0:
+        raise TransportError("the answer has no logprobs", remedy="Start the engines with --max-logprobs 2 or more.")
+    return Answer(tokens=tokens, logprobs=logprobs, margins=margins, text=text)
+
+
+def _margin(top: Mapping[str, float]) -> float:
+    best = sorted(top.values(), reverse=True)[:2]
+    return best[0] - best[1] if len(best) == 2 else float("inf")
+
+
+def _told(response: Response) -> Told | None:
+    """The router's headers; None where there are none."""
+    said = {name.removeprefix(PREFIX): value for name, value in response.headers.items() if name.startswith(PREFIX)}
+    verdict, _, reason = said.get("verdict", "").partition(":")
+    if verdict not in set(Verdict):
+        return None
+    prefill, _, why = said.get("prefill", "").partition(":")
+    took_part = prefill not in ("", "none", "skipped", "failed")
+    sources = dict(item.split(":") for item in said.get("source", "").split(",") if ":" in item)
+    return Told(
+        request=said.get("request", ""),
+        verdict=verdict,
+        reason=said.get("reason", reason),
+        prefill=said["prefill"] if took_part else "",
+        skipped=why if prefill == "skipped" else "",
+        decode=said.get("decode", ""),
+        reused_tokens=_number(said.get("reused-tokens", "")),
+        computed_tokens=_number(said.get("computed-tokens", "")),
+        sources={place: _number(tokens) for place, tokens in sources.items()},
+    )
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
+
+
+def _name(url: str) -> str:
+    """As the router's headers name an instance."""
+    return url.partition("://")[2]

@@ -1,0 +1,149 @@
+"""For the router's tests: a store, fake engines and a router in one event loop, and a client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvloop
+
+from kvtally.config import RouterConfig
+from kvtally.instances import Instance
+from kvtally.router.app import Router, running
+from tests.unit.fake_vllm import FakeVLLM
+from tests.unit.shell import Bench
+
+SOON_S = 10.0
+LONG = "a long prompt that is worth moving, " * 20
+PATH = "/v1/completions"
+
+
+@dataclass
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def verdict(self) -> str:
+        return self.headers.get("x-kvtally-verdict", "")
+
+    @property
+    def prefill(self) -> str:
+        return self.headers.get("x-kvtally-prefill", "")
+
+
+@dataclass
+class Kit:
+    """Everything one test talks to."""
+
+    router: Router
+    session: aiohttp.ClientSession
+    prefill: list[FakeVLLM]
+    decode: list[FakeVLLM]
+    log: Path
+    config: RouterConfig
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.router.port}"
+
+    async def ask(self, prompt: str = LONG, *, path: str = PATH, key: str = "", **fields: Any) -> Reply:
+        """One request, answered to its end."""
+        body = {"model": "m", "prompt": prompt, **fields}
+        headers = {**self.headers, **({"Authorization": f"Bearer {key}"} if key else {})}
+        return await self.send("POST", path, json=body, headers=headers)
+
+    async def send(self, method: str, path: str, **options: Any) -> Reply:
+        async with self.session.request(method, self.url + path, **options) as response:
+            headers = {name.lower(): value for name, value in response.headers.items()}
+            return Reply(response.status, headers, await response.read())
+
+    async def lines(self, count: int) -> list[dict[str, Any]]:
+        """The request log, once it has so many lines."""
+        async with asyncio.timeout(SOON_S):
+            while len(lines := self.log.read_text().splitlines()) < count:  # noqa: ASYNC110 - a thread writes them
+                await asyncio.sleep(0.01)
+        return [json.loads(line) for line in lines]
+
+
+@contextlib.asynccontextmanager
+async def kit(
+    tmp_path: Path, *, prefill: int = 1, decode: int = 1, store: str = "", **settings: Any
+) -> AsyncIterator[Kit]:
+    """A router with so many fake engines. With `store`, engines file receipts there, and the router reads them."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(count: int) -> list[FakeVLLM]:
+            return [await stack.enter_async_context(FakeVLLM(store)) for _ in range(count)]
+
+        prefills, decodes = await start(prefill), await start(decode)
+        flavour = settings.pop("flavour", "kvtally" if prefill else "plain")
+        address = settings.pop("address", store or str(tmp_path / "no-store.sock"))
+        config = RouterConfig(
+            listen="127.0.0.1:0",
+            prefill=tuple(instance_of(engine, address) for engine in prefills),
+            decode=tuple(instance_of(engine, address) for engine in decodes),
+            flavour=flavour,
+            salt_file=str(tmp_path / "salt"),
+            **settings,
+        )
+        log = tmp_path / "requests.log"
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        stack.callback(os.close, descriptor)
+        router = await stack.enter_async_context(running(config, log_descriptor=descriptor, stop_s=0.2))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        made = Kit(router, session, prefills, decodes, log, config)
+        if store:
+            await stores_connected(made)
+        yield made
+
+
+def instance_of(engine: FakeVLLM, store: str) -> Instance:
+    return Instance(url=engine.url, store=store, bootstrap=engine.url)
+
+
+async def stores_connected(made: Kit) -> None:
+    await until(lambda: _is_connected(made))
+
+
+async def _is_connected(made: Kit) -> bool:
+    told = (await made.send("GET", "/instances")).json()
+    return all(state == "ok" for state in told["stores"].values())
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(SOON_S):
+        while not await condition():  # noqa: ASYNC110 - asked over HTTP
+            await asyncio.sleep(0.01)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    """Run a test's coroutine, with a deadline."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(3 * SOON_S):
+            await test()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as the router runs
+        runner.run(bounded())
+
+
+@contextlib.contextmanager
+def a_store(tmp_path: Path, **settings: Any) -> Any:
+    bench = Bench(tmp_path)
+    try:
+        yield bench.start(**settings), bench.path
+    finally:
+        bench.close()

@@ -1,0 +1,88 @@
+"""`kvtally route` as a process: what it refuses, how it stops, and that its measurement measures."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from kvtally.bench import route as bench
+from tests.unit.router_kit import SOON_S
+
+ROUTE = [sys.executable, "-m", "kvtally", "route"]
+
+
+def refused(*flags: str) -> str:
+    ended = subprocess.run([*ROUTE, *flags], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    return ended.stderr
+
+
+def test_what_cannot_work_is_refused_at_start(tmp_path: Path) -> None:
+    assert "--decode" in refused()
+    assert "Did you mean mooncake" in refused(
+        "--prefill", "http://a:1", "--decode", "http://b:1", "--flavour", "moncake"
+    )
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        salt = ("--salt-file", str(tmp_path / "salt"))
+        assert "cannot listen" in refused("--decode", "http://127.0.0.1:1", "--listen", address, *salt)
+
+
+def test_it_starts_before_its_engines_and_stops_when_told(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = ["--decode", "http://127.0.0.1:1", "--listen", f"127.0.0.1:{port}", "--salt-file", str(tmp_path / "salt")]
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    process = subprocess.Popen([*ROUTE, *flags], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 3 * SOON_S
+        while (status := health(port)) != 503:  # it listens, and has found that nobody is there
+            assert time.monotonic() < deadline, f"no answer but {status}"
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=SOON_S)
+        assert process.returncode == 0, err
+        assert b"the router is ready" in err
+        assert out == b""
+    finally:
+        process.kill()
+        process.wait()
+
+
+def health(port: int) -> int:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1.0) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+@pytest.mark.slow
+def test_the_bench_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--quick", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["errors"] == 0
+    assert told["streams_held"] == bench.QUICK.streams
+    assert told["rps"] > 0
+    assert told["rps_passthrough"] > 0
+    assert told["added_ttft_ms_p50"] < 1_000
+    verdicts = told["verdicts"]
+    late = verdicts.pop("missing", 0)  # on a busy machine a half may come too late for the headers
+    assert set(verdicts) == {"proved", "local"}
+    assert late <= sum(verdicts.values()) / 50
