@@ -74,7 +74,7 @@ REASONS: dict[str, Explained] = {
     ),
     MissReason.SLOW_TIER: Explained(
         "loading it would have taken longer than computing it",
-        "See the tier's read speed in `kvtally stat --json`: a faster disk helps; `connector.always_load` loads anyway.",
+        "See the tier's speed in `kvtally stat --json`: a faster disk helps; `connector.always_load` loads anyway.",
     ),
     # the connector's own
     "not_asked": Explained("the engine did not ask its store for this prompt", _LOG),
