@@ -139,7 +139,7 @@ def load(
     given |= _from_environment(environ)
     for name, value in (extra or {}).items():
         if f"connector.{name}" not in SETTINGS:
-            raise _unknown(f"setting {name!r} in {EXTRA}", name, _names("connector"))
+            raise unknown(f"setting {name!r} in {EXTRA}", name, _names("connector"))
         given[f"connector.{name}"] = Given(value, Origin.ENGINE, EXTRA, Path.cwd())
     for key, raw in (flags or {}).items():
         if raw is not None:
@@ -340,7 +340,7 @@ class Settings:
     def _flavour(self, *, has_prefill: bool) -> str:
         flavour = self._plain("router.flavour") or ("kvtally" if has_prefill else "plain")
         if flavour not in FLAVOURS:
-            raise _unknown(f"flavour {flavour!r} (from {self._given['router.flavour'].where})", flavour, FLAVOURS)
+            raise unknown(f"flavour {flavour!r} (from {self._given['router.flavour'].where})", flavour, FLAVOURS)
         if has_prefill and flavour == "plain":
             raise _wrong("the flavour plain has no prefill, but there are prefill instances", "Leave one of them out.")
         if not has_prefill and flavour != "plain":
@@ -430,11 +430,11 @@ def _from_file(path: Path) -> dict[str, Given]:
     given: dict[str, Given] = {}
     for section, settings in _mapping(tree, str(path)).items():
         if section not in SECTIONS:
-            raise _unknown(f"section {section!r} in {path}", section, SECTIONS)
+            raise unknown(f"section {section!r} in {path}", section, SECTIONS)
         for name, raw in _mapping(settings, f"section {section} of {path}").items():
             key = f"{section}.{name}"
             if key not in SETTINGS:
-                raise _unknown(f"setting {name!r} in section {section} of {path}", name, _names(section))
+                raise unknown(f"setting {name!r} in section {section} of {path}", name, _names(section))
             if raw is not None:  # `disk:` with nothing behind it says nothing
                 given[key] = Given(raw, Origin.FILE, str(path), path.parent)
     return given
@@ -447,7 +447,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     for variable, raw in environ.items():
         if variable.startswith("KVTALLY_") and "__" in variable:
             if variable not in by_variable:
-                raise _unknown(f"setting {variable} in the environment", variable, by_variable)
+                raise unknown(f"setting {variable} in the environment", variable, by_variable)
             given[by_variable[variable]] = Given(raw, Origin.ENVIRONMENT, variable, Path.cwd())
     return given
 
@@ -548,7 +548,8 @@ def _unusable(message: str, remedy: str) -> ConfigError:
     return ConfigError(message, remedy=remedy, code="KV-102")
 
 
-def _unknown(what: str, name: str, known: Iterable[str]) -> ConfigError:
+def unknown(what: str, name: str, known: Iterable[str]) -> ConfigError:
+    """For a name that is not known: says the nearest one that is."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(names)}."

@@ -24,12 +24,14 @@ import struct
 import weakref
 from dataclasses import dataclass, field
 
+from kvtally import __version__
 from kvtally.errors import ConfigError, IncompatibleError, TransportError
 from kvtally.shm import Mapping, map_arena
 from kvtally.units import split_address
+from kvtally.wire.auth import proof
 from kvtally.wire.frames import reply_reader
 from kvtally.wire.limits import Limits
-from kvtally.wire.messages import Reply
+from kvtally.wire.messages import PROTOCOL_VERSION, Greeting, Reply
 
 READ_BYTES = 256 * 1024
 READS_PER_EXCHANGE = 32  # a store that talks without pause must not keep an engine's step
@@ -134,7 +136,11 @@ class Connection:
     def _open(self) -> bool:
         """True when the other side is there: connected, of our own user, TLS agreed on."""
         if self._endpoint.shares_memory:
-            self._check_owner()
+            check_owner(
+                self._socket,
+                self._endpoint.address,
+                remedy="Use a socket path in a directory that only you can write to.",
+            )
         else:
             code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
@@ -144,18 +150,6 @@ class Connection:
         self._wants_write = False
         self._is_open = True
         return True
-
-    def _check_owner(self) -> None:
-        """Whoever owns the socket gives us the bytes our engine will read: it must be ourselves, or root."""
-        _, uid, _ = _CREDENTIALS.unpack(
-            self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
-        if uid not in (0, os.geteuid()):
-            raise IncompatibleError(
-                f"the store at {self._endpoint.address} belongs to user {uid}",
-                remedy="Use a socket path in a directory that only you can write to.",
-                code="KV-205",
-            )
 
     def _agree(self, context: ssl.SSLContext) -> bool:
         if not isinstance(self._socket, ssl.SSLSocket):
@@ -235,6 +229,28 @@ def _connect(endpoint: Endpoint) -> socket.socket:
             return candidate
         candidate.close()
     raise OSError(code, os.strerror(code))
+
+
+def check_owner(connection: socket.socket, address: str, *, remedy: str) -> None:
+    """Whoever owns the socket gives us the bytes our engine will read, and says what was reused: it must be ourselves,
+    or root."""
+    _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if uid not in (0, os.geteuid()):
+        raise IncompatibleError(f"the store at {address} belongs to user {uid}", remedy=remedy, code="KV-205")
+
+
+def answer_greeting(endpoint: Endpoint, greeting: Greeting, *, token_remedy: str) -> bytes:
+    """The proof that a Hello answers this greeting with. Raises IncompatibleError where the two do not fit."""
+    if greeting.protocol != PROTOCOL_VERSION:
+        raise IncompatibleError(
+            f"the store (kvtally {greeting.version}) speaks protocol {greeting.protocol}, "
+            f"this client (kvtally {__version__}) {PROTOCOL_VERSION}",
+            remedy="Install the same version on both sides, and restart the older one.",
+            code="KV-201",
+        )
+    if greeting.nonce and not endpoint.token:
+        raise IncompatibleError(f"the store at {endpoint.address} asks for a token", remedy=token_remedy, code="KV-205")
+    return proof(endpoint.token, greeting.nonce) if greeting.nonce else b""
 
 
 def hold_arena(connection: Connection, size_bytes: int) -> Mapping:

@@ -24,11 +24,9 @@ from typing import Generic, TypeVar
 
 from msgspec import structs
 
-from kvtally import __version__
-from kvtally.connection import Connection, Endpoint, hold_arena
+from kvtally.connection import Connection, Endpoint, answer_greeting, hold_arena
 from kvtally.errors import CapacityError, IncompatibleError, KVTallyError, TransportError
 from kvtally.shm import Mapping
-from kvtally.wire.auth import proof
 from kvtally.wire.frames import encode
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import (
@@ -275,25 +273,14 @@ class Link:
             raise _violation(f"{type(message).__name__} in the handshake")
 
     def _answer(self, connection: Connection, greeting: Greeting) -> Session:
-        if greeting.protocol != PROTOCOL_VERSION:
-            raise IncompatibleError(
-                f"the store (kvtally {greeting.version}) speaks protocol {greeting.protocol}, "
-                f"this client (kvtally {__version__}) {PROTOCOL_VERSION}",
-                remedy="Install the same version on both sides, and restart the older one.",
-                code="KV-201",
-            )
-        if greeting.nonce and not self._endpoint.token:
-            raise IncompatibleError(
-                f"the store at {self._endpoint.address} asks for a token",
-                remedy="Give this client the token that the store was started with.",
-                code="KV-205",
-            )
+        proof = answer_greeting(
+            self._endpoint, greeting, token_remedy="Give this client the token that the store was started with."
+        )
         mapping = hold_arena(connection, greeting.arena_bytes) if self._endpoint.shares_memory else None
         connection.greeted(greeting.limits.frame_bytes)
         self._last_id += 1
         about = self._introduction
-        answer = proof(self._endpoint.token, greeting.nonce) if greeting.nonce else b""
-        hello = Hello(self._last_id, PROTOCOL_VERSION, about.client, about.namespace, about.expect, answer)
+        hello = Hello(self._last_id, PROTOCOL_VERSION, about.client, about.namespace, about.expect, proof)
         connection.send(encode(hello))
         return Session(
             generation=self.generation,

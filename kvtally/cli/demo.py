@@ -20,8 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -30,16 +28,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvtally.cli.demo_store import leave, place
 from kvtally.cli.render import read_stats
 from kvtally.client import Miss
-from kvtally.config import LONGEST_SOCKET_PATH_BYTES
 from kvtally.core.receipts import Verdict
 from kvtally.errors import ConfigError
 from kvtally.testing.deployment import Answer, Deployment
 from kvtally.testing.models import GDN, tiny_models
 
 PROMPT_TOKENS = 1_500
-SOCKET_NAME_BYTES = len("/kvtally-demo-12345678/s.sock")
 
 INTRODUCTION = (
     "Two real vLLM servers on this machine's CPU, one for prefill and one for decode, with a tiny hybrid model (gated "
@@ -83,11 +80,11 @@ def main(arguments: Sequence[str]) -> int:
             code="KV-106",
         )
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+        signal.signal(number, leave)
     console = Console(stderr=options.json)
     console.print(INTRODUCTION, highlight=False)
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kvtally-demo-", dir=_place()) as directory:
+    with tempfile.TemporaryDirectory(prefix="kvtally-demo-", dir=place()) as directory:
         rows = _show(Path(directory), console)
     seconds = time.monotonic() - begun
     is_proved = bool(rows) and all(row.proved for row in rows)
@@ -268,13 +265,3 @@ def _table(rows: Sequence[Row]) -> Table:
             "equal" if row.answer_equal else "DIFFERS",
         )
     return table
-
-
-def _place() -> str:
-    """Where the demo's directory goes: the usual place, unless a socket's path beneath it would be too long."""
-    usual = tempfile.gettempdir()
-    return usual if len(os.fsencode(usual)) + SOCKET_NAME_BYTES <= LONGEST_SOCKET_PATH_BYTES else "/tmp"
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)

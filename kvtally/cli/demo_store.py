@@ -79,12 +79,12 @@ def main(arguments: Sequence[str]) -> int:
     if options.engine:
         return _be_engine(*options.engine)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+        signal.signal(number, leave)
     begun = time.monotonic()
     table = None if options.json else Report()
     rows: list[Row] = []
     with (
-        tempfile.TemporaryDirectory(prefix="kvtally-demo-", dir=_place()) as directory,
+        tempfile.TemporaryDirectory(prefix="kvtally-demo-", dir=place()) as directory,
         Stage(Path(directory)) as stage,
     ):
         for row in play(stage):
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if is_proved(rows) else 1
 
 
-def _place() -> str:
+def place() -> str:
     """Where the demo's directory goes: the usual place, unless a socket's path beneath it would be too long."""
     usual = tempfile.gettempdir()
     return usual if len(os.fsencode(usual)) + SOCKET_NAME_BYTES <= LONGEST_SOCKET_PATH_BYTES else "/tmp"
@@ -429,7 +429,7 @@ def _ticket(tokens: Tokens) -> str:
     return f"demo-{len(tokens)}"
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
+def leave(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 

@@ -16,13 +16,11 @@ import logging
 import os
 import random
 import socket
-import struct
 from typing import NamedTuple, cast
 
-from kvtally.connection import Endpoint
+from kvtally.connection import Endpoint, answer_greeting, check_owner
 from kvtally.core.receipts import Receipt
 from kvtally.errors import IncompatibleError, KVTallyError, TransportError
-from kvtally.wire.auth import proof
 from kvtally.wire.frames import encode, reply_reader
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import (
@@ -43,8 +41,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S, REFUSED_PAUSE_S = 0.05, 2.0, 10.0
 MOST_QUESTIONS = 8_192
 UNSENT_BYTES = 1 << 20  # a store that does not read is asked nothing more
 ANSWER_SLACK_S = 2.0  # beyond the wait that the store was asked for
-
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: see unix(7)
 
 
 class Answer(NamedTuple):
@@ -117,7 +113,8 @@ class StoreReader:
             stack.callback(connection.close)
             await loop.sock_connect(connection, target)
             if family == socket.AF_UNIX:
-                _check_owner(connection, self.endpoint.address)
+                remedy = "Run the router as the store's user, or reach the store over TCP."
+                check_owner(connection, self.endpoint.address, remedy=remedy)
             made = await loop.create_connection(
                 lambda: _Session(self.endpoint),
                 sock=connection,
@@ -197,19 +194,8 @@ class _Session(asyncio.Protocol):
         # Anything else answers a question whose time is over.
 
     def _hello(self, greeting: Greeting) -> Hello:
-        if greeting.protocol != PROTOCOL_VERSION:
-            raise IncompatibleError(
-                f"the store at {self._endpoint.address} speaks protocol {greeting.protocol}, not {PROTOCOL_VERSION}",
-                remedy="Install the same version on both sides, and restart the older one.",
-                code="KV-201",
-            )
-        if greeting.nonce and not self._endpoint.token:
-            raise IncompatibleError(
-                f"the store at {self._endpoint.address} asks for a token",
-                remedy="Give the router the token that the store was started with: --token-file FILE.",
-                code="KV-205",
-            )
-        answer = proof(self._endpoint.token, greeting.nonce) if greeting.nonce else b""
+        remedy = "Give the router the token that the store was started with: --token-file FILE."
+        answer = answer_greeting(self._endpoint, greeting, token_remedy=remedy)
         return Hello(1, PROTOCOL_VERSION, f"router, process {os.getpid()}", proof=answer)
 
     def _settle(self, number: int, answer: Answer) -> None:
@@ -227,14 +213,3 @@ class _Session(asyncio.Protocol):
 
 
 _LATE = Answer(None, "store_unreachable")
-
-
-def _check_owner(connection: socket.socket, address: str) -> None:
-    """Whoever owns the socket tells us what was reused: it must be ourselves, or root."""
-    _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    if uid not in (0, os.geteuid()):
-        raise IncompatibleError(
-            f"the store at {address} belongs to user {uid}",
-            remedy="Run the router as the store's user, or reach the store over TCP.",
-            code="KV-205",
-        )

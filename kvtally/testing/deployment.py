@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -25,20 +24,29 @@ from typing import Any, NamedTuple
 
 from kvtally.client import Miss, StoreClient
 from kvtally.errors import TransportError
-from kvtally.testing.engines import ENVIRONMENT
+from kvtally.testing.engines import ENVIRONMENT, free_port
 from kvtally.testing.models import Model
 
 START_S = 400.0
 REQUEST_S = 120.0
 STOP_S = 60.0
+WAIT_MS = 15_000  # of a request for the store: on a busy machine an engine's step takes seconds
 
 
 class Answer(NamedTuple):
-    """What a client got. `told`: the router's headers, without their prefix."""
+    """What a client got. `told`: the router's headers, without their prefix. `margins`: by how much each token led."""
 
     tokens: list[int]
     logprobs: list[float]
     told: dict[str, str]
+    margins: list[float] = []
+
+    def agrees_with(self, other: Answer, slack: float) -> bool:
+        """Token by token, up to one that led by less than `slack`: in a batch an engine rounds differently."""
+        for token, wanted, margin in zip(self.tokens, other.tokens, other.margins, strict=True):
+            if token != wanted:
+                return margin <= slack
+        return True
 
     def is_as(self, other: Answer, tolerance: float = 1e-3) -> bool:
         near = (abs(a - b) <= tolerance for a, b in zip(self.logprobs, other.logprobs, strict=True))
@@ -62,7 +70,7 @@ def body(tokens: Sequence[int], max_tokens: int = 8, **more: Any) -> dict[str, A
         "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
-        "logprobs": 1,
+        "logprobs": 2,
         "return_tokens_as_token_ids": True,
         **more,
     }
@@ -92,9 +100,13 @@ def answer_of(content: bytes, headers: Mapping[str, str]) -> Answer:
     if any("error" in part for part in parts):
         raise OSError(f"the stream ended with an error: {parts[-1]}")
     found = [choice["logprobs"] for part in parts for choice in part["choices"] if choice["logprobs"]]
-    tokens = [int(token.removeprefix("token_id:")) for logprobs in found for token in logprobs["tokens"]]
-    values = [value for logprobs in found for value in logprobs["token_logprobs"]]
-    return Answer(tokens, values, told_by(headers))
+    if any("content" in logprobs for logprobs in found):  # of a chat
+        said = [(one["token"], one["logprob"]) for logprobs in found for one in logprobs["content"] or []]
+    else:
+        said = [pair for lp in found for pair in zip(lp["tokens"], lp["token_logprobs"], strict=True)]
+    tokens = [int(token.removeprefix("token_id:")) for token, _ in said]
+    tops = [sorted(top.values(), reverse=True) for lp in found for top in lp.get("top_logprobs") or []]
+    return Answer(tokens, [value for _, value in said], told_by(headers), [top[0] - top[1] for top in tops])
 
 
 def told_by(headers: Mapping[str, str]) -> dict[str, str]:
@@ -118,6 +130,7 @@ class Deployment:
             "env": dict(ENVIRONMENT),
             "store": {"socket": self.socket, "memory": "512MiB", **changes.pop("store", {})},
             "router": {"port": port_of(self.router), "prefill_from": 1, **changes.pop("router", {})},
+            "connector": {"wait_ms": WAIT_MS},
             "logs": str(directory / "logs"),
             **changes,
         }
@@ -184,12 +197,17 @@ class Deployment:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         return post(f"{self.router}/v1/completions", body(tokens, max_tokens, **more), headers)
 
+    @staticmethod
+    def chat(url: str, content: Mapping[str, Any]) -> Answer:
+        """A chat completion, through the router or straight from an engine."""
+        return post(f"{url}/v1/chat/completions", content)
+
     def continued(self, tokens: Sequence[int], max_tokens: int = 8) -> tuple[list[int], Answer]:
         """A prompt of one token more, and what decode's engine says to it having computed all of it but that token:
         its own continuation, with nothing reused. The arithmetic is that of a handed over prompt, to the bit."""
         salted = body(tokens, max_tokens + 1, cache_salt=f"alone-{time.monotonic_ns()}")
         alone = post(f"{self.decode}/v1/completions", salted)
-        return [*tokens, alone.tokens[0]], Answer(alone.tokens[1:], alone.logprobs[1:], {})
+        return [*tokens, alone.tokens[0]], Answer(alone.tokens[1:], alone.logprobs[1:], {}, alone.margins[1:])
 
     def forget(self, *engines: str) -> None:
         """Reset engines' own prefix caches; they refuse while blocks are in use."""
@@ -249,11 +267,6 @@ def family(pid: int) -> list[int]:
     for process in found:
         found += parents.get(process, [])
     return found
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def port_of(url: str) -> int:

@@ -51,20 +51,23 @@ ENVIRONMENT = {
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A request. Only requests with the same salt may reuse one another's KV."""
+    """A request. Only requests with the same salt may reuse one another's KV. `transfer`: its `kv_transfer_params`."""
 
     tokens: list[int]
     max_tokens: int = 8
     salt: str = ""
+    transfer: dict[str, Any] = {}
 
 
 class Output(msgspec.Struct, frozen=True):
-    """What became of a request. `margins`: by how much each token's logprob leads the runner-up's."""
+    """What became of a request. `margins`: by how much each token's logprob leads the runner-up's. `transfer`: what
+    the connector answers."""
 
     tokens: list[int]
     logprobs: list[float]
     margins: list[float]
     cached_tokens: int
+    transfer: dict[str, Any] = {}
 
 
 class Settings(msgspec.Struct, frozen=True, tag="start"):
@@ -187,6 +190,11 @@ class Engine:
             raise self._group.broken(reply.error)
         return reply
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether `receive` would return at once."""
+        return b"\n" in self._unread or bool(select.select([self._group.stdout], [], [], 0)[0])
+
     def _line(self, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s
         poller = select.poll()
@@ -208,8 +216,7 @@ class Server:
     def __init__(
         self, arguments: Mapping[str, Any], log: Path, *, environment: Mapping[str, str] | None = None
     ) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         flags = {"host": "127.0.0.1", "port": self.port, "served_model_name": "tiny", **arguments}
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_flags(flags)]
         command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--return-tokens-as-token-ids"]
@@ -237,13 +244,10 @@ class Server:
 
     def reset(self) -> None:
         deadline = time.monotonic() + CALL_S
-        while True:  # it refuses while blocks are in use, and a connector may hold some until they are saved
-            try:
-                self.call("/reset_prefix_cache", {})
-                return
-            except TransportError:
-                if time.monotonic() >= deadline or not self._group.is_alive:
-                    raise
+        # It says no while blocks are in use, and a connector may hold some until they are saved.
+        while not msgspec.json.decode(self.call("/reset_prefix_cache", {}))["success"]:
+            if time.monotonic() >= deadline:
+                raise self._group.broken("the server does not reset its prefix cache")
             time.sleep(0.05)
 
     def counters(self) -> dict[str, float]:
@@ -288,6 +292,7 @@ class Server:
             "ignore_eos": True,
             "logprobs": 2,
             **({"cache_salt": prompt.salt} if prompt.salt else {}),
+            **({"kv_transfer_params": prompt.transfer} if prompt.transfer else {}),
         }
         answer = msgspec.json.decode(self.call("/v1/completions", body))
         logprobs = answer["choices"][0]["logprobs"]
@@ -297,6 +302,7 @@ class Server:
             logprobs=logprobs["token_logprobs"],
             margins=[margin(top.values()) for top in logprobs["top_logprobs"]],
             cached_tokens=details.get("cached_tokens") or 0,
+            transfer=answer.get("kv_transfer_params") or {},
         )
 
 
@@ -362,6 +368,11 @@ def _flags(arguments: Mapping[str, Any]) -> list[str]:
         else:
             flags += [flag, str(value) if isinstance(value, str | int | float) else msgspec.json.encode(value).decode()]
     return flags
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def margin(top: Any) -> float:

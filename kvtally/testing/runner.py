@@ -143,7 +143,14 @@ class Runner:
             if asked.salt:
                 prompt["cache_salt"] = asked.salt
         sampling = [
-            SamplingParams(temperature=0, max_tokens=prompt.max_tokens, ignore_eos=True, logprobs=2, detokenize=False)
+            SamplingParams(
+                temperature=0,
+                max_tokens=prompt.max_tokens,
+                ignore_eos=True,
+                logprobs=2,
+                detokenize=False,
+                extra_args={"kv_transfer_params": prompt.transfer} if prompt.transfer else None,
+            )
             for prompt in command.prompts
         ]
         outputs = []
@@ -153,7 +160,8 @@ class Runner:
             tokens = list(completion.token_ids)
             logprobs = [top[token] for token, top in zip(tokens, tops, strict=True)]
             margins = [margin(top.values()) for top in tops]
-            outputs.append(Output(tokens, logprobs, margins, answer.num_cached_tokens or 0))
+            transfer = answer.kv_transfer_params or {}
+            outputs.append(Output(tokens, logprobs, margins, answer.num_cached_tokens or 0, transfer))
         return outputs
 
     def _reset(self) -> Done:

@@ -11,9 +11,8 @@ Neighbour: `plan` (what a Deployment means). No state, no threads.
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +20,7 @@ from typing import Annotated
 import msgspec
 import yaml
 
-from kvtally.config import load
+from kvtally.config import load, unknown
 from kvtally.errors import ConfigError
 from kvtally.settings import SETTINGS
 
@@ -172,7 +171,7 @@ def _document(tree: object, path: Path) -> Document:
 def _check_names(tree: Mapping[object, object], kind: type[msgspec.Struct], where: str) -> None:
     for name in tree:
         if name not in kind.__struct_fields__:
-            raise _unknown(f"{name!r} in {where}", str(name), kind.__struct_fields__)
+            raise unknown(f"{name!r} in {where}", str(name), kind.__struct_fields__)
 
 
 def _pools(document: Document) -> dict[Role, Pool]:
@@ -218,7 +217,7 @@ def _settings(section: str, given: Mapping[str, object], path: Path) -> Flags:
     flags: Flags = {}
     for name, value in given.items():
         if name not in names:
-            raise _unknown(f"{name!r} in section {section} of {path}", name, names)
+            raise unknown(f"{name!r} in section {section} of {path}", name, names)
         if value is None:
             continue
         if not isinstance(value, str | int | float):
@@ -264,10 +263,3 @@ def _model(text: str, base: Path) -> str:
 
 def _path(text: str, base: Path) -> str:
     return os.path.abspath(base / os.path.expanduser(text))
-
-
-def _unknown(what: str, name: str, known: Iterable[str]) -> ConfigError:
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(names)}."
-    return ConfigError(f"unknown {what}", remedy=hint, code="KV-101")

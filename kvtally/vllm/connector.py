@@ -63,6 +63,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 RESET_S = 5.0  # how long a reset of the cache may stop the engine
+# An engine that has nothing to compute steps in a tight loop until transfers are done, and takes the interpreter from
+# the thread that carries them out. In such steps it waits for that thread instead, so long at most.
+IDLE_WAIT_S = 0.002
 
 failures: Counter[str] = Counter()  # exceptions that the edge has turned into misses, by method
 
@@ -149,10 +152,9 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         )
         groups = ", ".join(f"{spec.kind}×{len(spec.page_bytes[0])}/{spec.block_tokens}" for spec in layout.groups)
         log.warning(
-            "kvtally: groups [%s], chunk %d tokens, hits aligned to %d, namespace %s, store %s",
+            "kvtally: groups [%s], chunk %d tokens, namespace %s, store %s",
             groups,
             layout.namespace.chunk_tokens,
-            layout.alignment_tokens,
             layout.namespace.digest.hex()[:12],
             address,
         )
@@ -253,6 +255,13 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.register(layouts, memory.numpy(), cpu)
 
     @edge(lambda: None)
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """vLLM calls this first in every step. What finished requests left behind is saved now, not after the step's
+        forward: somebody may be waiting for a hand-off, and a step can take long."""
+        if self._worker is not None and isinstance(kv_connector_metadata, Metadata):
+            self._worker.save(kv_connector_metadata.late_saves)
+
+    @edge(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._connector_metadata
         if self._worker is not None and isinstance(metadata, Metadata):
@@ -277,7 +286,9 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
             return KVConnectorTransferResults()
-        self._results = self._worker.collect()
+        metadata = self._connector_metadata
+        is_idle = isinstance(metadata, Metadata) and metadata.is_idle
+        self._results = self._worker.collect(IDLE_WAIT_S if is_idle else 0.0)
         return KVConnectorTransferResults(finished_recving=self._results.finished, failed_recving=self._results.failed)
 
     @edge(lambda: None)

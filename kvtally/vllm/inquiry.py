@@ -34,7 +34,7 @@ TURN_S = 0.001  # how long one look at the socket may keep new commands waiting
 EARLY_TURN_S = 0.002  # the same, while nobody waits: every look takes the interpreter from the engine
 MOST_TRIES = 4  # of tails that may be another conversation's
 AGAIN_NS = 3_000_000  # between two questions for what a hand-off promised
-LONGEST_WAIT_MS = 2_000  # of one question at the store; then it is asked again
+LONGEST_WAIT_MS = 300  # that the store may take for such a question
 
 
 class Answer(NamedTuple):
@@ -213,12 +213,14 @@ class Inquiries:
     @staticmethod
     def _hold(client: StoreClient, inquiry: Inquiry) -> Call[Lease]:
         left_s = max(0.001, (inquiry.deadline_ns - time.monotonic_ns()) / 1e9)
+        # Short waits, one after the other: when time is up, the last answer is there to be used.
+        wait_ms = min(int(left_s * 500), LONGEST_WAIT_MS) if inquiry.promised_tokens else 0
         question = Lookup(
             0,
             b"".join(inquiry.chains),
             inquiry.ends,
             inquiry.limit_tokens,
-            wait_ms=min(int(left_s * 1e3), LONGEST_WAIT_MS) if inquiry.promised_tokens else 0,
+            wait_ms=wait_ms,
             hold=True,
             priority=inquiry.priority,
             ahead=inquiry.ahead,

@@ -47,10 +47,6 @@ class EngineLayout:
     def groups(self) -> tuple[GroupSpec, ...]:
         return self.namespace.groups
 
-    @property
-    def alignment_tokens(self) -> int:
-        return self.namespace.alignment_tokens
-
 
 def engine_layout(config: VllmConfig, cache: KVCacheConfig, *, model: str) -> EngineLayout:
     """Describe an engine, or refuse it."""

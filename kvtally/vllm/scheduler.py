@@ -239,7 +239,8 @@ class SchedulerHalf:
         finally:
             if not is_planned:  # the edge turns this into an empty step: nobody would ever report these jobs
                 self._unhold(saves)
-        metadata = Metadata(self._loads, self._late_saves + saves)
+        is_idle = not output.total_num_scheduled_tokens
+        metadata = Metadata(self._loads, saves, self._late_saves, is_idle=is_idle)
         self._loads, self._late_saves = [], []
         return metadata
 

@@ -57,7 +57,8 @@ class WorkerHalf:
         self._memory: object = None
         self._device: Device[Any] = cpu
         self._commands: queue.SimpleQueue[Callable[[StoreClient], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._news = threading.Condition()  # guards what follows; told whenever a job is done
+        self._unfinished = 0  # jobs given and not done
         self._results = Results()
         self._thread = threading.Thread(target=self._run, name="kvtally-worker", daemon=True)
 
@@ -72,15 +73,23 @@ class WorkerHalf:
     def load(self, jobs: list[LoadJob]) -> None:
         """Called after the step was launched: blocks to be loaded may still be zeroed by it."""
         for job in jobs:
-            self._commands.put(partial(self._load, job, self._device.fence()))
+            self._give(partial(self._load, job, self._device.fence()))
 
     def save(self, jobs: list[SaveJob]) -> None:
         """Called after the step was launched: blocks to be saved may still be written by it."""
         for job in jobs:
-            self._commands.put(partial(self._save, job, self._device.fence()))
+            self._give(partial(self._save, job, self._device.fence()))
 
-    def collect(self) -> Results:
-        with self._lock:
+    def _give(self, command: Callable[[StoreClient], None]) -> None:
+        with self._news:
+            self._unfinished += 1
+        self._commands.put(command)
+
+    def collect(self, wait_s: float = 0.0) -> Results:
+        """What became ready; with nothing ready and jobs under way, wait at most so long for the next."""
+        with self._news:
+            if wait_s and self._unfinished and not (self._results.finished or self._results.saved):
+                self._news.wait(wait_s)
             results, self._results = self._results, Results()
         return results
 
@@ -115,7 +124,9 @@ class WorkerHalf:
             report = self._load_all(client, job)
         finally:  # whatever happened, vLLM waits for this request's name
             report.seconds = time.monotonic() - begun
-            with self._lock:
+            with self._news:
+                self._unfinished -= 1
+                self._news.notify()
                 self._results.finished.add(job.request)
                 self._results.loads[job.request] = report
                 if report.reason:
@@ -173,7 +184,9 @@ class WorkerHalf:
             fence()
             saved_bytes, is_stored = self._save_all(client, job)
         finally:  # whatever happened, the job's blocks are let go
-            with self._lock:
+            with self._news:
+                self._unfinished -= 1
+                self._news.notify()
                 self._results.saved[job.id] = 1
                 self._results.saved_bytes += saved_bytes
                 self._results.save_seconds.append(time.monotonic() - begun)

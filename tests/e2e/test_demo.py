@@ -91,9 +91,9 @@ def test_no_process_outlives_it(directory: Path, number: signal.Signals, code: i
 
 def test_a_long_temporary_path_is_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 80)
-    assert demo._place() == "/tmp"
+    assert demo.place() == "/tmp"
     monkeypatch.setattr(tempfile, "tempdir", "/short")
-    assert demo._place() == "/short"
+    assert demo.place() == "/short"
 
 
 @pytest.fixture

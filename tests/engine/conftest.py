@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,4 +38,6 @@ def store_in() -> Iterator[Callable[[Path], StoreProcess]]:
 
     yield start
     for store in stores:
-        store.stop()
+        if store.process.poll() is None:
+            store.signal(signal.SIGCONT)
+            store.stop()

@@ -2,35 +2,65 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from kvtally.client import Miss, StoreClient
+from kvtally.core.receipts import Half
+from kvtally.store.tiers.files import read_format
+from kvtally.store.tiers.journal import KEY, pieces_of, replay
 from kvtally.testing.conformance import ConnectorUnderTest
 
 DEADLINE_S = 60.0
 
 
+# A store whose leases end soon. No setting makes one: a lease must outlive the longest load.
+IMPATIENT = """
+import sys
+from kvtally.config import load
+from kvtally.store.server import run
+from kvtally.wire.limits import Limits
+names = ["store.socket", "store.memory", "store.disk", "store.disk_size"]
+sys.exit(run(load(flags=dict(zip(names, sys.argv[2:9:2]))).store(), limits=Limits(lease_ns=int(sys.argv[9]))))
+"""
+
+
+def _die_with_the_test() -> None:
+    """Even a test run that is itself killed leaves no store behind."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 class StoreProcess:
-    def __init__(self, directory: Path, *, memory: str = "1GiB", disk_size: str = "2GiB") -> None:
+    """Each `start` may have other sizes, another disk directory or shorter leases; the socket stays."""
+
+    def __init__(self, directory: Path, *, memory: str = "256MiB", disk_size: str = "2GiB") -> None:
         self.socket = str(directory / "s.sock")
+        self._directory = directory
         self._log = directory / "store.log"
-        disk = str(directory / "disk")
-        self._command = [
-            *(sys.executable, "-m", "kvtally", "store", "--socket", self.socket),
-            *("--memory", memory, "--disk", disk, "--disk-size", disk_size),
-        ]
+        self._sizes = (memory, disk_size)
         self.start()
 
-    def start(self) -> None:
+    def start(self, *, memory: str = "", disk: str = "disk", disk_size: str = "", lease_ms: int = 0) -> None:
+        self.disk = self._directory / disk
+        settings = [
+            *("--socket", self.socket, "--memory", memory or self._sizes[0]),
+            *("--disk", str(self.disk), "--disk-size", disk_size or self._sizes[1]),
+        ]
+        command = ["-m", "kvtally", "store", *settings]
+        if lease_ms:
+            command = ["-c", IMPATIENT, *settings, str(lease_ms * 1_000_000)]
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=os.environ)
+            self.process = subprocess.Popen(
+                [sys.executable, *command], stdout=log, stderr=log, env=os.environ, preexec_fn=_die_with_the_test
+            )
         self._client = StoreClient(self.socket, name="test")
         self._wait(lambda: not isinstance(self._client.connect(0.2), Miss), "the store did not start")
 
@@ -44,9 +74,62 @@ class StoreProcess:
             self.process.wait(DEADLINE_S)
             raise
 
+    def kill(self) -> None:
+        """kill -9; also of one that is stopped."""
+        self._client.close()
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait_for_engine(self, ranks: int = 1) -> None:
+        """Until all of an engine is connected; it is somewhat later than the store is up."""
+        names = ["vllm scheduler", *(f"vllm worker {rank}" for rank in range(ranks))]
+
+        def is_there() -> bool:
+            clients = [client["client"] for client in self.stats()["clients"]]
+            return all(any(client.startswith(name) for client in clients) for name in names)
+
+        self._wait(is_there, "the engine did not connect")
+
+    def write_out(self) -> None:
+        """Wait until everything is on disk."""
+        self._wait(lambda: self.stats()["tiers"][0]["queued_bytes"] == 0, "the write-behind queue did not empty")
+
+    def receipt(self, ticket: str) -> Half:
+        """Decode's half."""
+        found = self._client.receipts(ticket, wait_ms=5_000).wait()
+        assert not isinstance(found, Miss), found
+        half = found.receipts[0].decode if found.receipts else None
+        assert half is not None, ticket
+        return half
+
+    def objects(self, rank: int) -> list[bytes]:
+        """Of one rank, as they are on disk."""
+        form = read_format(self.disk)
+        assert form is not None
+        held = replay((self.disk / "journal").read_bytes(), form.id, 1 << 40).objects
+        data = (self.disk / "data").read_bytes()
+        return [
+            b"".join(data[offset : offset + length] for offset, length in pieces_of(place))
+            for key, place in held.items()
+            if KEY.unpack(key)[2] == rank
+        ]
+
+    def spoil_arena(self, objects: Iterable[bytes] | None = None) -> int:
+        """Flip a bit in each of these objects, or in everything, behind everybody's back; how many bits."""
+        files = Path(f"/proc/{self.process.pid}/fd").iterdir()
+        path = next(path for path in files if "kvtally-arena" in str(path.readlink()))
+        return _flip(path, objects)
+
+    def spoil_disk(self, objects: Iterable[bytes] | None = None) -> int:
+        """The same on disk; while the store is down."""
+        return _flip(self.disk / "data", objects)
+
     def restart(self) -> None:
         """Once everything is on disk."""
-        self._wait(lambda: self.stats()["tiers"][0]["queued_bytes"] == 0, "the write-behind queue did not empty")
+        self.write_out()
         self.stop()
         self.start()
 
@@ -83,11 +166,12 @@ class StoreProcess:
             "receipt_bytes": sum(half.moved_bytes for half in halves),
         }
 
-    def connector(self) -> ConnectorUnderTest:
+    def connector(self, *, wait_ms: int = 30_000) -> ConnectorUnderTest:
+        """By default it waits as long as a busy machine may take: what is tested is not its patience."""
         config = {
             "kv_connector": "KVTally",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"store": self.socket, "autostart": False},
+            "kv_connector_extra_config": {"store": self.socket, "autostart": False, "wait_ms": wait_ms},
         }
         return ConnectorUnderTest(
             name="KVTally",
@@ -103,3 +187,12 @@ class StoreProcess:
             assert self.process.poll() is None, self._log.read_text()
             assert time.monotonic() < deadline, problem
             time.sleep(0.02)
+
+
+def _flip(path: Path, objects: Iterable[bytes] | None) -> int:
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        places = range(0, len(memory), 4096) if objects is None else [memory.find(each[:4096]) for each in objects]
+        found = [place for place in places if place >= 0]
+        for place in found:
+            memory[place] ^= 0x10
+    return len(found)

@@ -103,4 +103,4 @@ def test_real_engines(tmp_path: Path) -> None:
     assert figures["repeat_arena_s"] < figures["no_connector_repeat_s"]
     assert figures["repeat_over_gpu_hit"] == pytest.approx(figures["repeat_arena_s"] / figures["gpu_hit_s"])
     assert figures["cold_over_no_connector"] == pytest.approx(figures["cold_s"] / figures["cold_no_connector_s"])
-    assert not list(tmp_path.iterdir()), "what was temporary is still there"
+    assert not list(tmp_path.glob("kvtally-*")), "what was temporary is still there"

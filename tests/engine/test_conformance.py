@@ -67,6 +67,16 @@ def test_spoilt_blocks_of_every_kind_are_noticed(report: Report, trial: Trial) -
         assert not spoilt[f"one restored block zeroed, {kind} group"].problem
 
 
+def test_a_conversation_goes_on_where_it_ended(report: Report) -> None:
+    """Not at a block's or a chunk's end before: prompt and answer are saved to the last token that was computed."""
+    cases = {case.name: index for index, case in enumerate(report.modes[0].cases)}
+    ended = len(report.modes[0].cases[cases["goes on"]].tokens) - 1
+    for arm in ARMS:
+        outputs = report.result(arm, "alone").outputs
+        assert outputs[cases["goes on"]].cached_tokens == ended, arm
+        assert outputs[cases["turn 2"]].cached_tokens >= ended, arm
+
+
 def test_receipts_agree_with_vllm(report: Report) -> None:
     for result in report.results:
         assert result.store["receipts"] == len(result.outputs), result.arm

@@ -10,10 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvtally.errors import TransportError
-from kvtally.testing.conformance import Case, Comparison, Control, Report, Result, cases, compare, crowd, next_turn
+from kvtally.testing.cases import Case, Comparison, cases, compare, conforms, crowd, going_on, next_turn
+from kvtally.testing.conformance import Control, Report, Result
 from kvtally.testing.engines import Engine, Output, ProcessGroup, sums
 from kvtally.testing.models import RECIPES, Recipe
 
@@ -44,6 +46,16 @@ def test_a_tie_may_be_broken_either_way_and_ends_the_comparison() -> None:
     assert compare(REFERENCE, output([1, 9, 7], [-1.0, -2.5, -9.0]), 0.001).problem  # nor with such a logprob
 
 
+def test_who_reuses_all_but_one_token_is_compared_with_the_engines_own_continuation() -> None:
+    continuation = output([1, 2, 3], [-1.1, -2.1, -3.1])
+    case = Case("goes on", [5] * 10, 3, continuation, slack=0.2)
+    restored = msgspec.structs.replace(continuation, cached_tokens=9)
+    assert conforms(case, REFERENCE, restored, 0.001).deviation == 0.0
+    assert conforms(case, REFERENCE, msgspec.structs.replace(REFERENCE, cached_tokens=9), 0.001).problem
+    partly = conforms(case, REFERENCE, msgspec.structs.replace(continuation, cached_tokens=8), 0.001)
+    assert (partly.problem, partly.deviation) == ("", pytest.approx(0.1))
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
 def test_every_awkward_length_is_asked(recipe: Recipe) -> None:
     block, chunk, draw = recipe.block_tokens, 256, random.Random(0)
@@ -53,9 +65,13 @@ def test_every_awkward_length_is_asked(recipe: Recipe) -> None:
     assert len(asked["long"].tokens) > 5 * chunk > 2 * recipe.window_tokens
     assert shared(asked["long"], asked["parts at boundary"]) % chunk == 0
     assert shared(asked["long"], asked["parts inside"]) % block > 0
-    answer = [7] * asked["turn 1"].max_tokens
-    turn = next_turn(asked["turn 1"], answer, draw)
-    assert turn.tokens[: len(asked["turn 1"].tokens) + len(answer)] == asked["turn 1"].tokens + answer
+    first = asked["turn 1"]
+    answer = output([7] * first.max_tokens + [8, 9], [-1.0] * (first.max_tokens + 2))
+    on, turn = going_on(first, answer, first.max_tokens, 2), next_turn(first, answer, draw)
+    assert on.tokens == first.tokens + answer.tokens[:-2]
+    assert on.continuation is not None
+    assert on.continuation.tokens == [8, 9]
+    assert turn.tokens[: len(on.tokens)] == on.tokens
     at_once = crowd(recipe, chunk, draw)
     assert len(at_once) == 8
     assert not {tuple(case.tokens[:8]) for case in at_once} & {tuple(case.tokens[:8]) for case in asked.values()}

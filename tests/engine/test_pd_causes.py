@@ -1,7 +1,7 @@
 """Prefill and decode that cannot share: every response names the cause, strict mode refuses, and nothing waits.
 
-One prefill server, and three decode servers that are each wrong in one way. The answer is right all the same: decode
-computes what it did not get.
+One prefill server that only saves, a decode server that only loads, and three that are each wrong in one way. Their
+answers are right all the same: decode computes what it did not get.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvtally.testing.deployment import Answer, Refused, body, free_port, post
-from kvtally.testing.engines import Server
+from kvtally.testing.deployment import Answer, Refused, body, post
+from kvtally.testing.engines import Server, free_port
 from kvtally.testing.models import DENSE, Model, Recipe
 from tests.engine.store import StoreProcess
 
@@ -30,6 +31,7 @@ CAUSES = {
     "other weights": "recomputed:foreign_namespace",
     "no connector": "missing",
 }
+NOTHING = "nothing wrong"
 SOON_S = 30.0
 
 
@@ -89,21 +91,22 @@ def node(tiny_model: Callable[[Recipe, int], Model], tmp_path_factory: pytest.Te
             stack.callback(store.stop)
             stores[name] = store
 
-        def server(name: str, store: StoreProcess | None, weights: int = 0) -> Server:
-            arguments = dict(tiny_model(DENSE, weights).settings)
+        def server(name: str, store: StoreProcess | None, weights: int = 0, role: str = "kv_both") -> Server:
+            arguments: dict[str, Any] = dict(tiny_model(DENSE, weights).settings)
             if store is not None:
-                arguments["kv_transfer_config"] = dict(store.connector().kv_transfer_config)
+                arguments["kv_transfer_config"] = {**store.connector().kv_transfer_config, "kv_role": role}
             return stack.enter_context(Starting(arguments, directory / f"{name}.log"))
 
-        prefill = server("prefill", stores["one"])
+        prefill = server("prefill", stores["one"], role="kv_producer")
         decode = {
+            NOTHING: server("consumer", stores["one"], role="kv_consumer"),
             "another store": server("another-store", stores["two"]),
             "other weights": server("other-weights", stores["one"], weights=1),
             "no connector": server("no-connector", None),
         }
         for started in (prefill, *decode.values()):
             started.wait_ready()
-        sockets = {"prefill": stores["one"].socket, **dict.fromkeys(CAUSES, stores["one"].socket)}
+        sockets = dict.fromkeys(("prefill", NOTHING, *CAUSES), stores["one"].socket)
         sockets["another store"] = stores["two"].socket
         yield Node(prefill, decode, sockets, directory)
 
@@ -118,6 +121,14 @@ class Starting(Server):
 def prompt(length: int, seed: int) -> list[int]:
     pick = random.Random(seed)
     return [pick.randrange(10, 900) for _ in range(length)]
+
+
+def test_a_producer_hands_over_to_a_consumer(node: Node) -> None:
+    with node.router(NOTHING, "--strict") as url:
+        tokens = prompt(600, 70)
+        answer = post(f"{url}/v1/completions", body(tokens))
+        assert (answer.told["verdict"], answer.told["computed-tokens"]) == ("proved", "1")
+        assert answer.tokens == node.alone(NOTHING, tokens).tokens
 
 
 @pytest.mark.parametrize("cause", CAUSES)

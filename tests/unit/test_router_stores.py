@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from kvtally.client import StoreClient
-from kvtally.connection import endpoint
+from kvtally.connection import check_owner, endpoint
 from kvtally.core.receipts import Half, Role
 from kvtally.errors import IncompatibleError
-from kvtally.router.stores import Answer, StoreReader, _check_owner
+from kvtally.router.stores import Answer, StoreReader
 from kvtally.wire.frames import encode
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import PROTOCOL_VERSION, Greeting, Refused
@@ -218,4 +218,4 @@ class Foreign:
 
 def test_a_socket_of_somebody_else_is_not_believed() -> None:
     with pytest.raises(IncompatibleError, match="belongs to user 12345"):
-        _check_owner(Foreign(), "/s.sock")  # type: ignore[arg-type]
+        check_owner(Foreign(), "/s.sock", remedy="Be its user.")  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ import yaml
 
 from kvtally.cli import main as cli
 from kvtally.errors import ConfigError
+from kvtally.testing.engines import free_port
 from kvtally.up.file import Deployment, Role, parse, read
 from kvtally.up.machine import answers, check, this_host
 from kvtally.up.plan import (
@@ -306,11 +307,6 @@ def ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Deployment:
     pools = {name: {"port": free_port()} for name in ("prefill", "decode")}
     tree = {"model": str(tmp_path), **pools, "router": {"port": free_port()}, "store": {"socket": "s.sock"}}
     return parse(tree, tmp_path / "up.yaml", {})
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def test_what_can_run_is_not_refused(ready: Deployment) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import pytest
 from kvtally.cli import main as cli
 from kvtally.core.receipts import Verdict
 from kvtally.core.routing import Skip
+from kvtally.testing.engines import free_port
 from kvtally.verify.judge import (
     Answer,
     Comparison,
@@ -424,11 +424,6 @@ Reply = tuple[int, dict[str, str], bytes]
 
 def as_json(tree: object, status: int = 200) -> Reply:
     return status, {}, json.dumps(tree).encode()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 class Fake:

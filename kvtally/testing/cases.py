@@ -1,0 +1,119 @@
+"""What the conformance harness asks, and when it takes an output for right.
+
+Owns the prompts (every awkward length, prompts that part from another, conversations, a crowd) and the comparison with
+what the engine does by itself. Pure: randomness is an argument. Neighbour: `testing.conformance`, which runs them.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from kvtally.testing.engines import Output, Prompt
+from kvtally.testing.models import VOCABULARY, Recipe
+
+TOLERANCE = 1e-3
+
+# ---- requests
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`continuation`: what the engine itself says after these tokens, if they are a prompt and its answer."""
+
+    name: str
+    tokens: list[int]
+    max_tokens: int = 8
+    continuation: Output | None = None
+    slack: float = 0.0  # how far an engine's own outputs are apart here, depending on how it made its KV
+
+    def prompt(self, salt: str = "") -> Prompt:
+        return Prompt(self.tokens, self.max_tokens, salt)
+
+
+def cases(recipe: Recipe, chunk: int, draw: random.Random) -> list[Case]:
+    """Prompts of every awkward length, and prompts that part from another inside a chunk and at a boundary."""
+    block = recipe.block_tokens
+    long = _tokens(draw, 5 * chunk + 37)
+    return [
+        Case("1", _tokens(draw, 1)),
+        Case("30", _tokens(draw, 30)),
+        Case("block - 1", _tokens(draw, block - 1)),
+        Case("block", _tokens(draw, block)),
+        Case("block + 1", _tokens(draw, block + 1)),
+        Case("long", long),
+        Case("parts inside", long[: 2 * chunk + chunk // 2 + 5] + _tokens(draw, chunk)),
+        Case("parts at boundary", long[: 3 * chunk] + _tokens(draw, chunk + 11)),
+        # Whole blocks may change places unnoticed: keys know their positions, and attention sums over all of them. Only
+        # who shares the first block of a chunk with another, and not the second, sees it.
+        Case("parts after a block", long[: 2 * chunk + block] + _tokens(draw, block)),
+        Case("turn 1", _tokens(draw, chunk + 3 * block // 4), max_tokens=min(block, 64) + 12),
+    ]
+
+
+def going_on(first: Case, answer: Output, after: int, count: int = 8) -> Case:
+    """A prompt that ends after so many tokens of an answer; the answer itself says how the engine goes on."""
+    rest = slice(after, after + count)
+    own = Output(answer.tokens[rest], answer.logprobs[rest], answer.margins[rest], 0)
+    return Case("goes on", [*first.tokens, *answer.tokens[:after]], count, own)
+
+
+def next_turn(first: Case, answer: Output, draw: random.Random) -> Case:
+    return Case("turn 2", [*first.tokens, *answer.tokens[: first.max_tokens], *_tokens(draw, 60)])
+
+
+def crowd(recipe: Recipe, chunk: int, draw: random.Random) -> list[Case]:
+    """Eight requests for one moment; four share a beginning."""
+    long = _tokens(draw, 4 * chunk + 50)
+    return [
+        Case("30", _tokens(draw, 30)),
+        Case("block + 1", _tokens(draw, recipe.block_tokens + 1)),
+        Case("long", long),
+        Case("parts inside", long[: chunk + chunk // 2 - 3] + _tokens(draw, chunk)),
+        Case("parts at boundary", long[: 2 * chunk] + _tokens(draw, 90)),
+        Case("shorter", long[: 3 * chunk + 1]),
+        Case("two chunks", _tokens(draw, 2 * chunk)),
+        Case("two chunks + 5", _tokens(draw, 2 * chunk + 5)),
+    ]
+
+
+def _tokens(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(VOCABULARY - 2) for _ in range(count)]
+
+
+# ---- comparison
+
+DIED = Output([], [], [], 0)  # in place of an output
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`problem` is empty if the output conforms."""
+
+    compared_tokens: int
+    deviation: float
+    is_tie: bool = False
+    problem: str = ""
+
+
+def conforms(case: Case, reference: Output, output: Output, tolerance: float) -> Comparison:
+    """Compare with what the engine does by itself: from the first token on, or where it went on from an answer."""
+    if case.continuation is not None and output.cached_tokens == len(case.tokens) - 1:
+        return compare(case.continuation, output, TOLERANCE)
+    return compare(reference, output, max(tolerance, case.slack))
+
+
+def compare(reference: Output, output: Output, tolerance: float) -> Comparison:
+    """Token by token, up to the first that differs."""
+    if output is DIED:
+        return Comparison(0, 0.0, problem="the engine died")
+    deviation = 0.0
+    for index, (wanted, got) in enumerate(zip(reference.tokens, output.tokens, strict=True)):
+        deviation = max(deviation, abs(reference.logprobs[index] - output.logprobs[index]))
+        if deviation > tolerance:
+            problem = f"token {index}: the logprob is off by {deviation:.2g}, allowed are {tolerance:.2g}"
+            return Comparison(index, deviation, problem=problem)
+        if wanted != got:
+            is_tie = reference.margins[index] <= 2 * tolerance  # both may have moved
+            return Comparison(index, deviation, is_tie, "" if is_tie else f"token {index} is {got}, not {wanted}")
+    return Comparison(len(output.tokens), deviation)

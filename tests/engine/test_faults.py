@@ -1,0 +1,215 @@
+"""A real engine whose store fails in every way: each request gets the right output, in time, and the engine lives.
+
+One engine for all of it, since the connector finds a store again by its socket, whatever came in between. The model has
+attention and recurrent state, in float32: so an output is right or wrong, whatever it was batched with.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kvtally.testing.cases import TOLERANCE, compare
+from kvtally.testing.engines import Engine, Generate, Output, Prompt
+from kvtally.testing.models import MAMBA, VOCABULARY, Model, Recipe
+from kvtally.wire.messages import MissReason
+from tests.engine.store import StoreProcess
+
+pytestmark = pytest.mark.engine
+
+STRIKES = 50
+MOST_ROUNDS = 75
+DEADLINE_S = 30.0  # of any request; one that is computed takes about a second
+WAIT_MS = 1_000  # what a request may wait for the store
+TRIES = 5
+LENGTHS = (300, 560, 800, 1100)
+LONG = 1500
+DRAW = random.Random(3)
+TOKENS = {length: [DRAW.randrange(VOCABULARY - 2) for _ in range(length)] for length in (*LENGTHS, LONG)}
+
+
+class Scene:
+    """The engine, its store, and what is right for each of the prompts."""
+
+    def __init__(self, engine: Engine, store: StoreProcess) -> None:
+        self.engine, self.store = engine, store
+        self._count = 0
+        self._tickets: list[str] = []
+        asked = [Prompt(tokens, salt=f"reference {length}") for length, tokens in TOKENS.items()]
+        outputs = [engine.generate([prompt])[0] for prompt in asked]
+        assert not any(output.cached_tokens for output in outputs)
+        self._right = dict(zip(TOKENS, outputs, strict=True))
+
+    def begin(self, prompts: list[Prompt]) -> None:
+        """Send them all at once, with nothing in the engine's own cache."""
+        self._tickets = [f"ticket {self._count + number}" for number in range(len(prompts))]
+        self._count += len(prompts)
+        transfers = [{"kvtally": {"ticket": ticket, "role": "decode"}} for ticket in self._tickets]
+        self.engine.reset()
+        self.engine.send(Generate([replace(p, transfer=t) for p, t in zip(prompts, transfers, strict=True)]))
+
+    def end(self, prompts: list[Prompt]) -> list[Output]:
+        """They are answered in time, and right."""
+        outputs = self.engine.receive(DEADLINE_S).outputs
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert not compare(self._right[len(prompt.tokens)], output, TOLERANCE).problem, len(prompt.tokens)
+        return outputs
+
+    def ask(self, *prompts: Prompt) -> list[Output]:
+        self.begin(list(prompts))
+        return self.end(list(prompts))
+
+    def reasons(self) -> list[str]:
+        """What the receipts of the last ones say."""
+        return [self.store.receipt(ticket).reason for ticket in self._tickets]
+
+    def replace_store(self, change: Callable[[], object] = lambda: None, **options: Any) -> None:
+        """Another one takes its place, and the engine has found it."""
+        if self.store.process.poll() is None:
+            self.store.signal(signal.SIGCONT)
+            self.store.stop()
+        change()
+        self.store.start(**options)
+        self.store.wait_for_engine()
+
+    def save(self, length: int, salt: str) -> Prompt:
+        """A prompt that is in the store, on disk too. Saving may fail, and waiting be too short, on a busy machine."""
+        prompt = Prompt(TOKENS[length], salt=salt)
+        assert any(self.ask(prompt)[0].cached_tokens > 0 for _ in range(TRIES))
+        self.store.write_out()
+        return prompt
+
+    def counters(self, name: str) -> dict[str, float]:
+        prefix = f"vllm:kvtally_{name}/"
+        return {
+            key.removeprefix(prefix): value for key, value in self.engine.counters().items() if key.startswith(prefix)
+        }
+
+
+@pytest.fixture(scope="module")
+def scene(
+    tiny_model: Callable[[Recipe, int], Model],
+    store_in: Callable[[Path], StoreProcess],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Scene]:
+    directory = tmp_path_factory.mktemp("faults")
+    store = store_in(directory)
+    connector = store.connector(wait_ms=WAIT_MS)
+    arguments = {**tiny_model(MAMBA, 0).settings, "kv_transfer_config": dict(connector.kv_transfer_config)}
+    with Engine(arguments, directory / "engine.log", in_process=False) as engine:
+        yield Scene(engine, store)
+
+
+@pytest.fixture(autouse=True)
+def usual_store(scene: Scene) -> Iterator[None]:
+    """Every test leaves a store that works."""
+    yield
+    scene.replace_store()
+
+
+def test_the_store_is_killed_or_stopped_at_any_moment(scene: Scene) -> None:
+    repeated = [scene.save(length, "repeated") for length in LENGTHS]
+    calm_s = [_timed(scene, _crowd(repeated, f"calm {number}")) for number in range(2)]
+    strikes = 0
+    for number in range(MOST_ROUNDS):
+        strikes += _round(scene, repeated, random.Random(f"strike {number}"), number, max(calm_s))
+        if strikes == STRIKES:
+            break
+    assert strikes == STRIKES, "too few were struck while requests were under way"
+    moved, misses = scene.counters("bytes"), scene.counters("misses")
+    assert moved["load"] > 0
+    assert moved["save"] > 0
+    assert misses[MissReason.STORE_UNREACHABLE] > 0, misses  # it went away under loads,
+    assert misses[MissReason.DEADLINE] > 0, misses  # it was asked while it was stopped
+    for length in LENGTHS:
+        scene.save(length, "repeated")  # all is as it was
+
+
+def _crowd(repeated: list[Prompt], salt: str) -> list[Prompt]:
+    """Two that are loaded and two that are saved."""
+    draw = random.Random(salt)
+    return [
+        *draw.sample(repeated, 2),
+        *(Prompt(TOKENS[length], salt=salt) for length in draw.sample(LENGTHS, 2)),
+    ]
+
+
+def _timed(scene: Scene, prompts: list[Prompt]) -> float:
+    begun = time.monotonic()
+    scene.ask(*prompts)
+    return time.monotonic() - begun
+
+
+def _round(scene: Scene, repeated: list[Prompt], draw: random.Random, number: int, calm_s: float) -> bool:
+    """Whether the store was struck while requests were under way: half of the time while they are looked up and
+    loaded, else at any moment of their life."""
+    prompts = _crowd(repeated, f"round {number}")
+    scene.begin(prompts)
+    time.sleep(draw.uniform(0.0, draw.choice([0.05, calm_s])))
+    in_flight = not scene.engine.has_answered
+    how = draw.choice(["kill", "stop and go on", "stop and kill"])
+    if how == "kill":
+        scene.store.kill()
+    else:
+        scene.store.signal(signal.SIGSTOP)
+    scene.end(prompts)
+    if how == "stop and go on":
+        scene.store.signal(signal.SIGCONT)
+        return in_flight
+    scene.store.kill()
+    scene.store.start()
+    return in_flight
+
+
+def test_flipped_bits_on_disk_are_a_miss(scene: Scene) -> None:
+    prompt = scene.save(800, "flipped on disk")
+    scene.replace_store(scene.store.spoil_disk)
+    assert scene.ask(prompt)[0].cached_tokens == 0
+    assert scene.reasons() == [MissReason.CHECKSUM]
+    scene.save(800, "flipped on disk")  # it can be saved again
+
+
+def test_flipped_bits_in_memory_are_a_miss(scene: Scene) -> None:
+    prompt = scene.save(800, "flipped in memory")
+    scene.store.spoil_arena()
+    assert scene.ask(prompt)[0].cached_tokens == 0
+    assert scene.reasons() == [MissReason.CHECKSUM]
+
+
+def test_a_lease_that_expires_before_the_load_is_a_miss(scene: Scene) -> None:
+    prompt = scene.save(800, "expired")
+    scene.replace_store(lease_ms=60)
+    busy = Prompt(TOKENS[LONG], salt="busy")  # its prefill fills several steps: nobody else is scheduled meanwhile
+    assert scene.ask(busy, prompt)[1].cached_tokens == 0
+    assert scene.reasons()[1] == MissReason.LEASE_EXPIRED
+
+
+def test_a_full_arena_is_a_miss(scene: Scene) -> None:
+    """Eight prompts at once, of which the arena holds some: those that find no room are computed."""
+    prompts = [scene.save(LONG, f"crowded {number}") for number in range(8)]
+    scene.replace_store(memory="16MiB")
+    outputs = scene.ask(*prompts)
+    reasons = scene.reasons()
+    assert MissReason.ARENA_FULL in reasons, reasons
+    assert any(output.cached_tokens > 0 for output in outputs)
+    for output, reason in zip(outputs, reasons, strict=True):
+        assert (output.cached_tokens > 0) == (reason == ""), (outputs, reasons)
+
+
+def test_a_full_disk_keeps_what_fits(scene: Scene) -> None:
+    scene.replace_store(disk="small disk", disk_size="16MiB")
+    prompts = [scene.save(LONG, f"too many {number}") for number in range(8)]
+    scene.replace_store(disk="small disk", disk_size="16MiB")
+    hits = 0
+    for prompt in reversed(prompts):  # the newest first: what is computed is saved, and takes the place of the oldest
+        is_hit = scene.ask(prompt)[0].cached_tokens > 0
+        hits += is_hit
+        assert is_hit or scene.reasons()[0] in (MissReason.ABSENT, MissReason.STATE_ABSENT)
+    assert 0 < hits < len(prompts)
