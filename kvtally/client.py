@@ -240,6 +240,30 @@ class StoreClient:
         checksum = cpu.load(slot.pieces, memory, runs, slot.seed if verify else None)
         return self.accept(slot, checksum) or slot.length_bytes
 
+    def read_all(
+        self, slots: Sequence[ReadSlot], memories: Sequence[cpu.Memory], *, verify: bool | None = None
+    ) -> int | Miss:
+        """`read` for many whole objects of one lease, each to a memory of its size: how many bytes.
+
+        What is not verified is copied in as few pieces as there are, and the lease is looked at once, after the last.
+        """
+        if not slots:
+            return 0
+        if slots[0].lease.session.verify_reads if verify is None else verify:
+            for slot, memory in zip(slots, memories, strict=True):
+                outcome = self.read(slot, memory, verify=True)
+                if isinstance(outcome, Miss):
+                    return outcome
+        else:
+            if not slots[0].lease.is_live:
+                return self._count(Miss(MissReason.LEASE_EXPIRED))
+            whole = [(memory, slot.pieces) for slot, memory in zip(slots, memories, strict=True)]
+            cpu.move_all(whole, into_slots=False)
+            missed = self.accept(slots[-1], None)
+            if missed is not None:
+                return missed
+        return sum(slot.length_bytes for slot in slots)
+
     def accept(self, slot: ReadSlot, checksum: int | None) -> Miss | None:
         """Judge a copy by what it added up to: a Miss where its bytes must not be used.
 
@@ -310,6 +334,27 @@ class StoreClient:
         assert checksum is not None
         return checksum
 
+    def write_all(
+        self, puts: Sequence[Put], memories: Sequence[cpu.Memory], *, hashed: bool = True
+    ) -> list[tuple[Put, int]] | Miss:
+        """`write` for many whole objects, as `put_end` takes them. Unhashed ones get the checksum 0: nobody who
+        verifies accepts them, and they are for who does not (a benchmark of the bare way)."""
+        if hashed:
+            written: list[tuple[Put, int]] = []
+            for put, memory in zip(puts, memories, strict=True):
+                checksum = self.write(put, memory)
+                if isinstance(checksum, Miss):
+                    return checksum
+                written.append((put, checksum))
+            return written
+        if any(put.status is not PutStatus.WRITE for put in puts):
+            raise ValueError(f"the store gave no slot to write to: {[put.status.name for put in puts]}")
+        if not all(put.session.alive for put in puts):
+            return self._count(Miss(MissReason.LEASE_EXPIRED))
+        whole = [(memory, put.pieces) for put, memory in zip(puts, memories, strict=True)]
+        cpu.move_all(whole, into_slots=True)
+        return [(put, 0) for put in puts]
+
     def put_end(
         self, commit: Iterable[tuple[Put, int]] = (), abort: Iterable[Put] = (), *, timeout_s: float | None = None
     ) -> Call[PutEnded]:
@@ -331,13 +376,10 @@ class StoreClient:
         puts = self.put_begin([item for item, _ in objects], timeout_s=_left_s(deadline_ns)).wait()
         if isinstance(puts, Miss):
             return puts
-        commits: list[tuple[Put, int]] = []
-        for put, (_, data) in zip(puts, objects, strict=True):
-            if put.status is PutStatus.WRITE:
-                checksum = self.write(put, data)
-                if isinstance(checksum, Miss):
-                    return checksum
-                commits.append((put, checksum))
+        given = [(put, data) for put, (_, data) in zip(puts, objects, strict=True) if put.status is PutStatus.WRITE]
+        commits = self.write_all([put for put, _ in given], [data for _, data in given])
+        if isinstance(commits, Miss):
+            return commits
         if commits:
             ended = self.put_end(commits, timeout_s=_left_s(deadline_ns)).wait()
             if isinstance(ended, Miss):

@@ -176,7 +176,7 @@ class Copy(Task, frozen=True):
 
 
 class CopyWhole(Task, frozen=True):
-    """All at once. The C library then writes around the cache, which copies of the objects' size never do."""
+    """All at once. The C library then writes around the cache, as it does for neighbouring objects copied as one."""
 
     def run(self, bench: Bench) -> list[float]:
         watch = Stopwatch()
@@ -203,26 +203,14 @@ class Put(Task, frozen=True):
             puts = _answer(call)
             for at in range(0, len(puts), COMMIT):
                 part = puts[at : at + COMMIT]
-                ends.append(client.put_end(self._write(client, part, bench.source[done : done + len(part)])))
+                if any(put.status is not PutStatus.WRITE for put in part):
+                    raise _failed(f"the store gave no slot: {[put.status.name for put in part]}")
+                sources = bench.source[done : done + len(part)]
+                ends.append(client.put_end(_hit(client.write_all(part, list(sources), hashed=self.checksummed))))
                 done += len(part)
         for end in ends:
             _answer(end)
         return watch.read()
-
-    def _write(
-        self, client: StoreClient, puts: list[WriteSlot], sources: NDArray[np.uint8]
-    ) -> list[tuple[WriteSlot, int]]:
-        if any(put.status is not PutStatus.WRITE for put in puts):
-            raise _failed(f"the store gave no slot: {[put.status.name for put in puts]}")
-        if self.checksummed:
-            return [(put, _hit(client.write(put, source))) for put, source in zip(puts, sources, strict=True)]
-        slots = [[np.frombuffer(piece, dtype=np.uint8) for piece in put.pieces] for put in puts]
-        for pieces, source in zip(slots, sources, strict=True):
-            start = 0
-            for piece in pieces:
-                piece[:] = source[start : start + piece.size]
-                start += piece.size
-        return [(put, 0) for put in puts]
 
 
 class Get(Task, frozen=True):
@@ -246,18 +234,7 @@ class Get(Task, frozen=True):
         _hit(client.wait_staged(lease, timeout_s=PATIENCE_S))
         staged = watch.read()
         slots = _answer(client.slots(lease))
-        if self.verify:
-            for slot in slots:
-                _hit(client.read(slot, bench.target[slot.index], verify=True))
-        else:
-            sources = [[np.frombuffer(piece, dtype=np.uint8) for piece in slot.pieces] for slot in slots]
-            for slot, pieces in zip(slots, sources, strict=True):
-                target, start = bench.target[slot.index], 0
-                for piece in pieces:
-                    target[start : start + piece.size] = piece
-                    start += piece.size
-            # They share one lease: that it still stands after the last copy holds for all.
-            _hit(client.accept(slots[-1], None))
+        _hit(client.read_all(slots, [bench.target[slot.index] for slot in slots], verify=self.verify))
         client.release([lease])  # as an engine does: nobody waits for the answer
         ended = watch.read()
         if len(slots) != len(bench.source):

@@ -201,6 +201,28 @@ def test_verification_follows_the_store_unless_told_otherwise(world: World) -> N
     missed(client.read(slot, target, verify=True), MissReason.CHECKSUM)
 
 
+def test_many_objects_at_once(world: World) -> None:
+    """Hashed or not, verified or not, the bytes are the same; unhashed ones satisfy nobody who verifies."""
+    store = world.store()
+    client = world.client()
+    made = objects()
+    contents = [data for _, data in made]
+    puts = puts_of(client, 2)
+    unhashed = client.write_all(puts, contents, hashed=False)
+    assert not isinstance(unhashed, Miss)
+    client.put_end(unhashed).wait()
+    slots = slots_of(client, held(client))
+    targets = [bytearray(OBJECT_BYTES) for _ in slots]
+    assert client.read_all(slots, targets, verify=False) == 2 * OBJECT_BYTES
+    assert targets == contents
+    missed(client.read_all(slots, targets), MissReason.CHECKSUM)
+    assert client.read_all([], []) == 0
+    store.stop()
+    until(client, lambda: not slots[0].lease.is_live)
+    missed(client.read_all(slots, targets, verify=False), MissReason.LEASE_EXPIRED)
+    missed(client.write_all(puts, contents, hashed=False), MissReason.LEASE_EXPIRED)
+
+
 def test_right_bytes_under_another_name_do_not_verify(world: World) -> None:
     """A store that mixes up two intact objects is found out: the checksum is bound to the key."""
     store = world.store()

@@ -203,3 +203,35 @@ def test_runs_that_do_not_fit_are_refused_before_anything_moves(triples: list[tu
 def test_a_save_must_fill_its_slot() -> None:
     with pytest.raises(ValueError, match="cannot fill"):
         cpu.save(bytes(100), columns([(0, 0, 40), (40, 50, 50)]), [memoryview(bytearray(100))], SEED)
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=8), st.data())
+def test_many_objects_at_once(shapes: list[tuple[int, int, int]], data: st.DataObject) -> None:
+    """Objects with gaps between them, or none, on either side: each byte goes where it belongs and nowhere else."""
+    engine = bytearray(np.random.default_rng(3).integers(1, 256, 600, np.uint8).tobytes())
+    slots = bytearray(600)
+    expected, objects, at, slot = bytearray(600), [], 0, 0
+    for length, gap, slot_gap in shapes:
+        at, slot = at + gap, slot + slot_gap
+        middle = data.draw(st.integers(0, length))
+        pieces = [memoryview(slots)[slot : slot + middle], memoryview(slots)[slot + middle : slot + length]]
+        objects.append((memoryview(engine)[at : at + length], [piece for piece in pieces if piece]))
+        expected[slot : slot + length] = engine[at : at + length]
+        at, slot = at + length, slot + length
+    cpu.move_all(objects, into_slots=True)
+    assert slots == expected
+    before = bytes(engine)
+    for memory, _ in objects:
+        memory[:] = bytes(len(memory))
+    cpu.move_all(objects, into_slots=False)
+    assert engine == before
+
+
+def test_objects_that_do_not_fit_are_refused() -> None:
+    slot = memoryview(bytearray(8))
+    with pytest.raises(ValueError, match="8 bytes cannot be copied"):
+        cpu.move_all([(bytearray(7), [slot])], into_slots=True)
+    with pytest.raises(ValueError, match="read-only"):
+        cpu.move_all([(bytearray(8), [slot.toreadonly()])], into_slots=True)
+    with pytest.raises(ValueError, match="read-only"):
+        cpu.move_all([(bytes(8), [slot])], into_slots=False)
