@@ -237,7 +237,7 @@ class StoreClient:
             return self._count(Miss(MissReason.LEASE_EXPIRED))
         if verify is None:
             verify = lease.session.verify_reads
-        checksum = cpu.load(slot.pieces, memory, runs, slot.seed if verify else None)
+        checksum = cpu.load_object(slot.pieces, memory, runs, slot.seed if verify else None)
         return self.accept(slot, checksum) or slot.length_bytes
 
     def read_all(
@@ -330,7 +330,7 @@ class StoreClient:
             raise ValueError(f"the store gave no slot to write to: {put.status.name}")
         if not put.session.alive:
             return self._count(Miss(MissReason.LEASE_EXPIRED))
-        checksum = cpu.save(memory, runs, put.pieces, put.seed)
+        checksum = cpu.save_object(memory, runs, put.pieces, put.seed)
         assert checksum is not None
         return checksum
 

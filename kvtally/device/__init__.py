@@ -1,29 +1,62 @@
 """Copies between an engine's memory and arena slots. One module per kind of memory, each with the same functions:
 
-    fence() -> a function that waits until everything the engine has queued by now is done
-    save(memory, runs, pieces, seed) -> checksum of what was written into the slot
-    load(pieces, memory, runs, seed) -> checksum of what landed in the engine
+    fence()                      what the engine has queued by now: called in its own thread
+    save(memory, moves, after)   engine → slots, once `after` has been reached
+    load(memory, moves, after)   slots → engine, likewise
 
-`memory` is one rank's buffer, `runs` say which of its bytes belong to the object (`core.geometry`), `pieces` are the
-slot's views in their order. With `seed` None nothing is hashed and the answer is None. Both raise ValueError for runs
-that do not fit their memory or slot: those are our own bugs, never a store's fault.
+`memory` is one rank's buffer; a `Move` says which of its bytes belong to an object (`core.geometry`) and where its slot
+lies. Both are generators, so that one thread keeps many of them going: each `next` does or queues a part of the work,
+and says whether it did (False: what was queued is still under way). They end with the checksums of what was written
+to the slots, or of what landed in the engine; None for moves without a seed. Both raise ValueError for runs that do not
+fit their memory or slot: those are our own bugs, never a store's fault.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+import time
+from collections.abc import Generator, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvtally.core.geometry import Runs
+from kvtally.shm import Mapping
+
+PAUSE_S = 0.0001  # between two looks at what the hardware was told to do
 
 M_contra = TypeVar("M_contra", contravariant=True)
+F = TypeVar("F")
 
 
-class Device(Protocol, Generic[M_contra]):
-    """What each module here is: copies for one kind of memory `M`."""
+class Move(NamedTuple):
+    """One object between engine memory and its slot. With `seed` None nothing is hashed."""
 
-    def fence(self) -> Callable[[], None]: ...
+    runs: Runs
+    pieces: Sequence[memoryview]
+    seed: int | None
 
-    def save(self, memory: M_contra, runs: Runs, pieces: Sequence[memoryview], seed: int | None) -> int | None: ...
 
-    def load(self, pieces: Sequence[memoryview], memory: M_contra, runs: Runs, seed: int | None) -> int | None: ...
+Checksums = list[int | None]
+Steps = Generator[bool, None, Checksums]
+
+
+class Device(Protocol, Generic[M_contra, F]):
+    """What each module here has: copies for one kind of memory `M`, ordered after fences `F`."""
+
+    def pin(self, mapping: Mapping | None) -> None:
+        """The arena that slots lie in from now on; None: it is gone, let go of it."""
+
+    def fence(self) -> F: ...
+
+    def save(self, memory: M_contra, moves: Sequence[Move], after: F) -> Steps: ...
+
+    def load(self, memory: M_contra, moves: Sequence[Move], after: F) -> Steps: ...
+
+
+def finish(steps: Steps) -> Checksums:
+    """Carry out one save or load to its end."""
+    while True:
+        try:
+            if not next(steps):
+                time.sleep(PAUSE_S)
+        except StopIteration as end:
+            checksums: Checksums = end.value
+            return checksums

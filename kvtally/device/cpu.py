@@ -14,15 +14,17 @@ each would cost more than its copy. Threading: no state; any thread may call.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
+from kvtally.core.checksum import RunningChecksum
 from kvtally.core.geometry import Runs
+from kvtally.device import Checksums, Move, Steps
+from kvtally.shm import Mapping
 
 STEP_BYTES = 256 * 1024
 ROW_BYTES = 32 * 1024  # runs shorter than this gain from being moved together
@@ -32,12 +34,33 @@ Bytes = NDArray[np.uint8]
 Memory = bytes | bytearray | memoryview | Bytes  # C-contiguous; `load` needs it writable
 
 
-def fence() -> Callable[[], None]:
+def pin(mapping: Mapping | None) -> None:
+    """Nothing to do: a CPU reads any memory."""
+
+
+def fence() -> None:
     """On the CPU whatever an engine has called is done."""
-    return lambda: None
 
 
-def save(memory: Memory, runs: Runs | None, pieces: Sequence[memoryview], seed: int | None) -> int | None:
+def save(memory: Memory, moves: Sequence[Move], after: None) -> Steps:
+    """Objects into their slots, one with each step."""
+    checksums: Checksums = []
+    for move in moves:
+        checksums.append(save_object(memory, move.runs, move.pieces, move.seed))
+        yield True
+    return checksums
+
+
+def load(memory: Memory, moves: Sequence[Move], after: None) -> Steps:
+    """Objects into engine memory, one with each step."""
+    checksums: Checksums = []
+    for move in moves:
+        checksums.append(load_object(move.pieces, memory, move.runs, move.seed))
+        yield True
+    return checksums
+
+
+def save_object(memory: Memory, runs: Runs | None, pieces: Sequence[memoryview], seed: int | None) -> int | None:
     """Write an object into its slot. The runs must make up the whole object: a slot is published as a whole."""
     source = np.frombuffer(memory, dtype=np.uint8)
     if runs is None:
@@ -46,7 +69,7 @@ def save(memory: Memory, runs: Runs | None, pieces: Sequence[memoryview], seed: 
     _check(runs, source.size, total)
     if int(runs.lengths.sum()) != total:
         raise ValueError(f"runs of {int(runs.lengths.sum())} bytes cannot fill a slot of {total}")
-    state = xxhash.xxh3_64(seed=seed) if seed is not None else None
+    state = RunningChecksum(seed, total) if seed is not None else None
     for slot, engine in _parts(source, runs, pieces):
         if isinstance(engine, Rows):
             engine.gather(slot)
@@ -56,7 +79,7 @@ def save(memory: Memory, runs: Runs | None, pieces: Sequence[memoryview], seed: 
     return state.intdigest() if state is not None else None
 
 
-def load(pieces: Sequence[memoryview], memory: Memory, runs: Runs | None, seed: int | None) -> int | None:
+def load_object(pieces: Sequence[memoryview], memory: Memory, runs: Runs | None, seed: int | None) -> int | None:
     """Bring an object, or the part of it that the runs name, into engine memory.
 
     The checksum covers the whole object: what landed is read back from the engine, what was skipped from the slot.
@@ -64,8 +87,9 @@ def load(pieces: Sequence[memoryview], memory: Memory, runs: Runs | None, seed: 
     target = np.frombuffer(memory, dtype=np.uint8)
     if runs is None:
         return _whole(target, pieces, seed, into_slot=False)
-    _check(runs, target.size, sum(piece.nbytes for piece in pieces))
-    state = xxhash.xxh3_64(seed=seed) if seed is not None else None
+    total = sum(piece.nbytes for piece in pieces)
+    _check(runs, target.size, total)
+    state = RunningChecksum(seed, total) if seed is not None else None
     for slot, engine in _parts(target, runs, pieces):
         if isinstance(engine, Rows):
             engine.scatter(slot)
@@ -81,7 +105,7 @@ def load(pieces: Sequence[memoryview], memory: Memory, runs: Runs | None, seed: 
 def _whole(engine: Bytes, pieces: Sequence[memoryview], seed: int | None, *, into_slot: bool) -> int | None:
     """An object at the start of its memory. Apart from the general way, because a copy of 2 MiB leaves nothing of the
     interpreter in the cache: every Python call more costs as much as copying several KiB."""
-    state = xxhash.xxh3_64(seed=seed) if seed is not None else None
+    state = RunningChecksum(seed, sum(map(len, pieces))) if seed is not None else None
     start = 0
     for piece in pieces:
         slot = np.frombuffer(piece, dtype=np.uint8)
@@ -125,7 +149,7 @@ def size_bytes(memory: Memory) -> int:
     return int(np.frombuffer(memory, dtype=np.uint8).size)
 
 
-def _copy(source: Bytes, target: Bytes, state: xxhash.xxh3_64 | None) -> None:
+def _copy(source: Bytes, target: Bytes, state: RunningChecksum | None) -> None:
     if state is None:
         target[:] = source
         return
@@ -135,7 +159,7 @@ def _copy(source: Bytes, target: Bytes, state: xxhash.xxh3_64 | None) -> None:
         state.update(landing.data)
 
 
-def _hash(data: Bytes, state: xxhash.xxh3_64 | None) -> None:
+def _hash(data: Bytes, state: RunningChecksum | None) -> None:
     if state is not None:
         state.update(data.data)
 

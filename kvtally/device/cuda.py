@@ -1,76 +1,346 @@
-"""Copies between GPU memory and arena slots, the plain way: see the package for the contract.
+"""Copies between GPU memory and arena slots: see the package for the contract.
 
-    GPU pages ──copies on the GPU──▶ GPU buffer ──one copy──▶ pinned buffer ──memcpy──▶ slot         save
-    slot ──memcpy──▶ pinned buffer ──one copy──▶ GPU buffer ──copies on the GPU──▶ GPU pages         load
+    load   slot ──bus: one copy──▶ stage ──pages: kernel──▶ engine's pages ──pages: kernel──▶ digests of what landed
+    save   engine's pages ──pages: kernel──▶ stage ──pages: kernel──▶ digests ──bus: one copy──▶ slot
 
-One copy over the bus for each object, on a stream of its own. What crosses the bus is checked on the host: a save
-hashes what landed in the slot, a load what it took from there. Owns its staging buffers and stream. Threading: `fence`
-is for the engine's thread, the rest for the worker half's.
+A *stage* is a buffer on the GPU that holds whole objects in the order of their bytes. What crosses the bus is large and
+contiguous whatever the size of a page, the copy engines do it, and the GPU's cores are busy only for the moment that
+moving and hashing take inside its own memory. Each direction has its own two streams and stages, so that both ways of
+the bus, and the next stage's copy and this one's kernels, overlap. Nothing here waits for the GPU: a generator looks
+whether it is done, and several of them share the stages in turns.
+
+Without Triton, and for objects that cannot be cut into units (`units`), pages are copied one by one and hashed on the
+host, which is slower. Owns streams, stages and the pinned arena. Threading: `fence` is for the engine's thread, the
+rest for the worker half's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
-from kvtally.core.checksum import checksum
+from kvtally.core.checksum import LEAF_BYTES, checksum, leaf_count, root
 from kvtally.core.geometry import Runs
+from kvtally.device import Checksums, Move, Steps
+from kvtally.device.pinning import PinnedArena
+from kvtally.device.units import LEAF_COLUMNS, SHORTEST_BYTES, Table, leaf_rows, unit_addresses, unit_bytes
+from kvtally.shm import Mapping
+
+log = logging.getLogger("kvtally.device")
+
+STAGE_BYTES = 32 << 20
+STAGES = 3  # one is filled, one is emptied, one is ready
+
+try:
+    from kvtally.device import kernels
+except ImportError:  # no Triton
+    kernels = None  # type: ignore[assignment]
+
+
+class Stage:
+    """A buffer on the GPU, with tables and digests on both sides; belongs to one batch at a time."""
+
+    def __init__(self, device: torch.device, size_bytes: int) -> None:
+        self.buffer = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self.done = torch.cuda.Event()
+        self.is_taken = False
+        entries = 64 * 1024
+        self._host_table = torch.empty(entries, dtype=torch.int64, pin_memory=True)
+        self._table = torch.empty(entries, dtype=torch.int64, device=device)
+        leaves = size_bytes // LEAF_BYTES
+        self._host_digests = torch.empty(leaves, dtype=torch.int64, pin_memory=True)
+        self._digests = torch.empty(leaves, dtype=torch.int64, device=device)
+
+    def upload(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[torch.Tensor]:
+        """These arrays in the GPU's memory, in the order of the current stream."""
+        starts, end = [], 0
+        for array in arrays:
+            starts.append(end)
+            end += -(-array.size // 2) * 2
+        if end > len(self._table):
+            self._host_table = torch.empty(2 * end, dtype=torch.int64, pin_memory=True)
+            self._table = torch.empty(2 * end, dtype=torch.int64, device=self._table.device)
+        host = self._host_table.numpy()
+        for start, array in zip(starts, arrays, strict=True):
+            host[start : start + array.size] = array.ravel()
+        self._table[:end].copy_(self._host_table[:end], non_blocking=True)
+        return [self._table[start : start + array.size] for start, array in zip(starts, arrays, strict=True)]
+
+    def digests(self, count: int) -> torch.Tensor:
+        if count > len(self._digests):
+            self._host_digests = torch.empty(2 * count, dtype=torch.int64, pin_memory=True)
+            self._digests = torch.empty(2 * count, dtype=torch.int64, device=self._digests.device)
+        return self._digests
+
+    def download(self, count: int) -> None:
+        self._host_digests[:count].copy_(self._digests[:count], non_blocking=True)
+
+    def digest_bytes(self, first: int, count: int) -> bytes:
+        """Of leaves, once `done`."""
+        digests: bytes = self._host_digests[first : first + count].numpy().tobytes()
+        return digests
+
+
+class Lane:
+    """One direction: its streams, and the stages that all its transfers share."""
+
+    def __init__(self, device: torch.device, stage_bytes: int) -> None:
+        self.bus = torch.cuda.Stream(device)
+        self.pages = torch.cuda.Stream(device)
+        self.stages = [Stage(device, stage_bytes) for _ in range(STAGES)]
+
+    def take(self) -> Stage | None:
+        for stage in self.stages:
+            if not stage.is_taken:
+                stage.is_taken = True
+                return stage
+        return None
+
+
+@dataclass(slots=True)
+class Batch:
+    """Whole objects that share a stage and a unit. Unit 0: their pages are copied one by one."""
+
+    unit: int
+    indices: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # of each object in the stage
+    size_bytes: int = 0
 
 
 class CudaCopies:
-    """Copies for one GPU. `memory` is the engine's whole KV buffer as uint8."""
+    """Copies for one GPU. `memory` is the engine's whole KV buffer as uint8. `largest_bytes`: no object is larger."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, largest_bytes: int = STAGE_BYTES, use_kernels: bool = True) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._host = torch.empty(0, dtype=torch.uint8)
-        self._gpu = torch.empty(0, dtype=torch.uint8)
+        self._arena: PinnedArena | None = None
+        self._stage_bytes = max(STAGE_BYTES, largest_bytes)
+        self._uses_kernels = use_kernels and kernels is not None
+        if not self._uses_kernels:
+            log.warning("kvtally: no Triton: pages are copied one by one and hashed on the host, which is slower")
+        with torch.cuda.device(device):
+            self._in = Lane(device, self._stage_bytes)
+            self._out = Lane(device, self._stage_bytes)
+            self._constants = kernels.constants(device) if self._uses_kernels else torch.empty(0)
 
-    def fence(self) -> Callable[[], None]:
-        """The engine's step may still be running when its thread goes on: wait for it before its memory is touched."""
+    @property
+    def way(self) -> str:
+        return "triton" if self._uses_kernels else "torch"
+
+    def prepare(self, page_bytes: Sequence[int]) -> None:
+        """Compile what pages of these sizes need, now rather than under the first request."""
+        if not self._uses_kernels:
+            return
+        stage = self._out.stages[0]
+        for unit in sorted({unit for size in page_bytes if (unit := min(size & -size, 64 * 1024)) >= SHORTEST_BYTES}):
+            with torch.cuda.device(self._device), torch.cuda.stream(self._out.pages):
+                table = np.full(2, stage.buffer.data_ptr() + stage.buffer.numel() // 2, dtype=np.int64)
+                addresses, leaves = stage.upload([table, leaf_rows(unit, 0, None, 0)])
+                for into_buffer in (True, False):
+                    self._copy_units(addresses[:1], stage.buffer, unit, into_buffer=into_buffer)
+                self._hash(stage, addresses, leaves)
+            self._out.pages.synchronize()
+
+    # ---- the arena
+
+    def pin(self, mapping: Mapping | None) -> None:
+        """The arena whose slots are copied from now on; None: it is gone. A no-op if it is the same."""
+        if self._arena is not None and self._arena.mapping is not mapping:
+            for lane in (self._in, self._out):
+                lane.bus.synchronize()
+            self._arena.close()
+            self._arena = None
+        if mapping is not None and self._arena is None:
+            self._arena = PinnedArena(mapping, self._device)
+
+    def wait_pinned(self, timeout_s: float) -> bool:
+        return self._arena is not None and self._arena.wait(timeout_s)
+
+    def close(self) -> None:
+        self.pin(None)
+
+    def _host(self, pieces: Sequence[memoryview], *, writable: bool) -> list[torch.Tensor]:
+        """A slot's bytes as tensors, each of which may be copied at once."""
+        found: list[torch.Tensor] = []
+        for piece in pieces:
+            array = np.frombuffer(piece, dtype=np.uint8)
+            offset = array.__array_interface__["data"][0] - (self._arena.mapping.address if self._arena else 0)
+            if self._arena is not None and offset >= 0 and offset + array.size <= self._arena.mapping.size_bytes:
+                found += [self._arena.bytes[at : at + length] for at, length in self._arena.pieces(offset, array.size)]
+            else:  # not this arena's: bytes of a store that is gone, or of a test
+                found.append(torch.from_numpy(array if writable else array.copy()))
+        return found
+
+    # ---- transfers
+
+    def fence(self) -> torch.cuda.Event:
+        """The engine's step may still be running when its thread goes on: its memory is touched only after it."""
         queued = torch.cuda.Event()
         queued.record(torch.cuda.current_stream(self._device))
-        return lambda: queued.synchronize()
+        return queued
 
-    def save(self, memory: torch.Tensor, runs: Runs, pieces: Sequence[memoryview], seed: int | None) -> int | None:
-        """Write an object into its slot."""
-        total = sum(piece.nbytes for piece in pieces)
-        self._reserve(total)
-        with torch.cuda.stream(self._stream):
-            for run in runs:
-                source = memory[run.engine_offset : run.engine_offset + run.length]
-                self._gpu[run.object_offset : run.object_offset + run.length].copy_(source)
-            self._host[:total].copy_(self._gpu[:total], non_blocking=True)
-        self._stream.synchronize()
-        staged = self._host[:total].numpy()
-        position = 0
-        for piece in pieces:
-            np.frombuffer(piece, dtype=np.uint8)[:] = staged[position : position + piece.nbytes]
-            position += piece.nbytes
-        return checksum(pieces, seed) if seed is not None else None
+    def save(self, memory: torch.Tensor, moves: Sequence[Move], after: torch.cuda.Event) -> Steps:
+        for move in moves:
+            _check(move, memory.numel(), is_whole=True)
+        self._out.pages.wait_event(after)
+        return (yield from self._transfer(self._out, memory, moves))
 
-    def load(self, pieces: Sequence[memoryview], memory: torch.Tensor, runs: Runs, seed: int | None) -> int | None:
-        """Bring an object, or the part of it that the runs name, into GPU memory; complete on return."""
-        total = sum(piece.nbytes for piece in pieces)
-        self._reserve(total)
-        staged = self._host[:total].numpy()
-        position = 0
-        for piece in pieces:
-            staged[position : position + piece.nbytes] = np.frombuffer(piece, dtype=np.uint8)
-            position += piece.nbytes
-        # What is hashed is the staged copy, not the slot: nobody but us can change it any more.
-        value = checksum([memoryview(staged)], seed) if seed is not None else None
-        with torch.cuda.stream(self._stream):
-            self._gpu[:total].copy_(self._host[:total], non_blocking=True)
-            for run in runs:
-                target = memory[run.engine_offset : run.engine_offset + run.length]
-                target.copy_(self._gpu[run.object_offset : run.object_offset + run.length])
-        self._stream.synchronize()
-        return value
+    def load(self, memory: torch.Tensor, moves: Sequence[Move], after: torch.cuda.Event) -> Steps:
+        for move in moves:
+            _check(move, memory.numel(), is_whole=False)
+        self._in.pages.wait_event(after)
+        return (yield from self._transfer(self._in, memory, moves))
 
-    def _reserve(self, length_bytes: int) -> None:
-        if self._host.numel() < length_bytes:
-            self._host = torch.empty(length_bytes, dtype=torch.uint8, pin_memory=True)
-            self._gpu = torch.empty(length_bytes, dtype=torch.uint8, device=self._device)
+    def _transfer(self, lane: Lane, memory: torch.Tensor, moves: Sequence[Move]) -> Steps:
+        checksums: Checksums = [None] * len(moves)
+        queued: deque[tuple[Batch, Stage]] = deque()
+        queue = self._queue_load if lane is self._in else self._queue_save
+        try:
+            for batch in self._batches(memory, moves):
+                while (stage := lane.take()) is None:
+                    if queued and queued[0][1].done.query():
+                        self._collect(*queued.popleft(), moves, checksums)
+                    else:  # waits for our own oldest, or for somebody else's
+                        yield False
+                queued.append((batch, stage))
+                with torch.cuda.device(self._device):
+                    queue(lane, stage, memory, moves, batch)
+                yield True
+            while queued:
+                while not queued[0][1].done.query():
+                    yield False
+                self._collect(*queued.popleft(), moves, checksums)
+        finally:  # an error, or nobody wants this any more: what the GPU was told to do, it does
+            for _, stage in queued:
+                stage.done.synchronize()
+                stage.is_taken = False
+        return checksums
+
+    def _batches(self, memory: torch.Tensor, moves: Sequence[Move]) -> Iterator[Batch]:
+        """Objects of one unit together, as many as a stage holds."""
+        base = memory.data_ptr()
+        open_batches: dict[int, Batch] = {}
+        for index, move in enumerate(moves):
+            length = _length(move)
+            unit = unit_bytes(move.runs, length, base) if self._uses_kernels else 0
+            batch = open_batches.get(unit)
+            if batch is not None and batch.size_bytes + length > self._stage_bytes:
+                yield open_batches.pop(unit)
+                batch = None
+            if batch is None:
+                batch = open_batches[unit] = Batch(unit)
+            batch.indices.append(index)
+            batch.starts.append(batch.size_bytes)
+            batch.size_bytes += -(-length // 256) * 256
+        yield from open_batches.values()
+
+    def _queue_load(self, lane: Lane, stage: Stage, memory: torch.Tensor, moves: Sequence[Move], batch: Batch) -> None:
+        with torch.cuda.stream(lane.bus):
+            for index, start in zip(batch.indices, batch.starts, strict=True):
+                for part in self._host(moves[index].pieces, writable=False):
+                    stage.buffer[start : start + part.numel()].copy_(part, non_blocking=True)
+                    start += part.numel()
+            landed = torch.cuda.Event()
+            landed.record()
+        with torch.cuda.stream(lane.pages):
+            lane.pages.wait_event(landed)
+            self._move_pages(stage, memory, moves, batch, into_stage=False)
+            stage.done.record()
+
+    def _queue_save(self, lane: Lane, stage: Stage, memory: torch.Tensor, moves: Sequence[Move], batch: Batch) -> None:
+        with torch.cuda.stream(lane.pages):
+            self._move_pages(stage, memory, moves, batch, into_stage=True)
+            gathered = torch.cuda.Event()
+            gathered.record()
+        with torch.cuda.stream(lane.bus):
+            lane.bus.wait_event(gathered)
+            for index, start in zip(batch.indices, batch.starts, strict=True):
+                for part in self._host(moves[index].pieces, writable=True):
+                    part.copy_(stage.buffer[start : start + part.numel()], non_blocking=True)
+                    start += part.numel()
+            stage.done.record()
+
+    def _move_pages(
+        self, stage: Stage, memory: torch.Tensor, moves: Sequence[Move], batch: Batch, *, into_stage: bool
+    ) -> None:
+        """On the current stream: pages to the stage or back, and digests of what was saved or has landed."""
+        chosen = [(moves[index], start) for index, start in zip(batch.indices, batch.starts, strict=True)]
+        if not batch.unit:
+            for move, start in chosen:
+                for run in move.runs:
+                    page = memory[run.engine_offset : run.engine_offset + run.length]
+                    place = stage.buffer[start + run.object_offset : start + run.object_offset + run.length]
+                    place.copy_(page) if into_stage else page.copy_(place)
+            return
+        pages = [unit_addresses(move.runs, _length(move), memory.data_ptr(), batch.unit) for move, _ in chosen]
+        table = np.concatenate(pages)
+        hashed, leaves = self._leaves(stage, batch, chosen, table, in_stage=into_stage)
+        uploaded = stage.upload([table, hashed, leaves])
+        self._copy_units(uploaded[0], stage.buffer, batch.unit, into_buffer=into_stage)
+        if len(leaves):
+            self._hash(stage, uploaded[1], uploaded[2])
+
+    def _leaves(
+        self, stage: Stage, batch: Batch, chosen: Sequence[tuple[Move, int]], table: Table, *, in_stage: bool
+    ) -> tuple[Table, Table]:
+        """Addresses of what is hashed, and the leaves: what left is hashed in the stage, because it is this that is
+        saved; what came back where it landed, and in the stage what the engine did not want of it."""
+        base = stage.buffer.data_ptr()
+        if in_stage:
+            hashed = np.array([base + start for _, start in chosen], dtype=np.int64)
+        else:
+            hashed = np.where(table == 0, base + np.arange(len(table)) * batch.unit, table)
+        rows, digest = [], 0
+        for number, (move, start) in enumerate(chosen):
+            if move.seed is None:
+                continue
+            length = _length(move)
+            first, unit = (number, None) if in_stage else (start // batch.unit, batch.unit)
+            rows.append(leaf_rows(length, first, unit, digest))
+            digest += leaf_count(length)
+        return hashed, np.concatenate(rows) if rows else np.empty((0, 6), dtype=np.int64)
+
+    def _copy_units(self, table: torch.Tensor, buffer: torch.Tensor, unit: int, *, into_buffer: bool) -> None:
+        part = min(unit, kernels.PART_BYTES)
+        kernels.copy_units[(len(table), unit // part)](table, buffer, unit, PART=part, INTO_BUFFER=into_buffer)
+
+    def _hash(self, stage: Stage, table: torch.Tensor, leaves: torch.Tensor) -> None:
+        count = len(leaves) // LEAF_COLUMNS
+        kernels.leaf_digests[(count,)](table, leaves, self._constants, stage.digests(count), num_warps=1)
+        stage.download(count)
+
+    def _collect(self, batch: Batch, stage: Stage, moves: Sequence[Move], checksums: Checksums) -> None:
+        """A stage is done: its objects' checksums, and it is free again."""
+        digest = 0
+        for index in batch.indices:
+            move = moves[index]
+            if move.seed is None:
+                continue
+            if batch.unit:
+                count = leaf_count(_length(move))
+                checksums[index] = root(stage.digest_bytes(digest, count), move.seed)
+                digest += count
+            else:
+                checksums[index] = checksum(move.pieces, move.seed)
+        stage.is_taken = False
+
+
+def _length(move: Move) -> int:
+    return sum(piece.nbytes for piece in move.pieces)
+
+
+def _check(move: Move, memory_bytes: int, *, is_whole: bool) -> None:
+    """Runs lie inside their memory and slot: kernels do not look."""
+    runs: Runs = move.runs
+    length = _length(move)
+    ends = runs.object_offsets + runs.lengths
+    fits = len(runs) > 0 and runs.lengths.min() >= 0
+    fits = fits and runs.engine_offsets.min() >= 0 and (runs.engine_offsets + runs.lengths).max() <= memory_bytes
+    fits = fits and runs.object_offsets[0] >= 0 and bool((runs.object_offsets[1:] >= ends[:-1]).all())
+    if not fits or ends[-1] > length or (is_whole and int(runs.lengths.sum()) != length):
+        raise ValueError(f"{len(runs)} runs do not fit a memory of {memory_bytes} bytes and a slot of {length}")

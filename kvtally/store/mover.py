@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
-from kvtally.core.checksum import running_checksum
+from kvtally.core.checksum import RunningChecksum
 from kvtally.core.keys import checksum_seed
 from kvtally.errors import KVTallyError
 from kvtally.store.arena import Arena
@@ -138,6 +138,6 @@ class Mover:
 
 def read_verified(tier: Tier, record: ObjectRecord, target: Sequence[memoryview]) -> bool:
     """Bring an object up into `target`, hashing what has landed while the rest is read; whether it is the right one."""
-    running = running_checksum(checksum_seed(record.key, record.length_bytes))
+    running = RunningChecksum(checksum_seed(record.key, record.length_bytes), record.length_bytes)
     tier.read(record, target, running.update)
     return running.intdigest() == record.checksum

@@ -27,7 +27,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtally.client import StoreClient
 from kvtally.config import ConnectorConfig, load
 from kvtally.device import cpu
-from kvtally.device.cuda import CudaCopies
 from kvtally.errors import IncompatibleError
 from kvtally.vllm.autostart import ensure_store
 from kvtally.vllm.compat import require_supported
@@ -250,7 +249,13 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         tensor = next(iter(kv_caches.values()))
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         if tensor.is_cuda:
-            self._worker.register(layouts, memory, CudaCopies(memory.device))
+            from kvtally.device.cuda import CudaCopies  # brings Triton along
+
+            namespace = self._layout.namespace
+            sizes = [namespace.object_bytes(group, 0, namespace.chunk_tokens) for group in range(len(layouts))]
+            copies = CudaCopies(memory.device, largest_bytes=max(sizes))
+            copies.prepare([layer.page_bytes for layout in layouts for layer in layout.layers])
+            self._worker.register(layouts, memory, copies)
         else:
             self._worker.register(layouts, memory.numpy(), cpu)
 

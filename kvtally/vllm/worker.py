@@ -5,7 +5,10 @@
 
 The engine's thread only puts jobs into the queue and collects results. It puts in a save only after the step's forward
 has returned without an error, so a step that died publishes nothing; a rank that failed alone makes no hit either,
-because a hit needs every rank. Owns the rank's client and its view of engine memory.
+because a hit needs every rank.
+
+Jobs are generators (`device`): loads take turns, so that a short one does not wait for a long one; saves go one after
+the other, when loads have nothing to do or have had their turns. Owns the rank's client and its view of engine memory.
 """
 
 from __future__ import annotations
@@ -14,15 +17,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from kvtally.client import Miss, Put, StoreClient
+from kvtally.client import Miss, StoreClient
 from kvtally.core.geometry import GroupLayout, chunk_block_range, needed_blocks, runs, validate
-from kvtally.device import Device, cpu
-from kvtally.handles import ReadSlot
+from kvtally.device import Device, Move, cpu
 from kvtally.vllm.layout import EngineLayout
 from kvtally.vllm.meta import LoadJob, LoadReport, SaveItem, SaveJob
 from kvtally.wire.messages import MissReason, PutObject, PutStatus
@@ -31,6 +33,11 @@ log = logging.getLogger("kvtally.vllm")
 
 IDLE_S = 0.2
 CALL_S = 2.0  # how long one question to the store may take a load or a save
+LOAD_PAUSE_S = 0.0002  # between two looks at copies that are under way
+SAVE_PAUSE_S = 0.002  # the same where nobody waits for them: every look takes the interpreter from the engine
+MOST_LOAD_TURNS = 4  # without one for a save
+
+Turns = Generator[bool, None, None]  # one job; False: what it has queued is still under way
 
 
 @dataclass(slots=True)
@@ -55,14 +62,20 @@ class WorkerHalf:
         self._connect = connect
         self._layouts: list[GroupLayout] = []
         self._memory: object = None
-        self._device: Device[Any] = cpu
-        self._commands: queue.SimpleQueue[Callable[[StoreClient], None] | None] = queue.SimpleQueue()
+        self._device: Device[Any, Any] = cpu
+        self._jobs: queue.SimpleQueue[tuple[LoadJob | SaveJob, Any] | None] = queue.SimpleQueue()
+        self._loads: deque[Turns] = deque()
+        self._saves: deque[Turns] = deque()
+        self._load_turns = 0
+        self._pause_s = 0.0
+        # Set by the engine's first step: while it still captures CUDA graphs, other threads must leave CUDA alone.
+        self._is_serving = False
         self._news = threading.Condition()  # guards what follows; told whenever a job is done
         self._unfinished = 0  # jobs given and not done
         self._results = Results()
         self._thread = threading.Thread(target=self._run, name="kvtally-worker", daemon=True)
 
-    def register(self, layouts: list[GroupLayout], memory: object, device: Device[Any]) -> None:
+    def register(self, layouts: list[GroupLayout], memory: object, device: Device[Any, Any]) -> None:
         """Engine memory is known: check it against the namespace and start to work."""
         validate(self._layout.namespace, {self._rank: layouts})
         self._layouts, self._memory, self._device = layouts, memory, device
@@ -72,21 +85,24 @@ class WorkerHalf:
 
     def load(self, jobs: list[LoadJob]) -> None:
         """Called after the step was launched: blocks to be loaded may still be zeroed by it."""
-        for job in jobs:
-            self._give(partial(self._load, job, self._device.fence()))
+        self._give(jobs)
 
     def save(self, jobs: list[SaveJob]) -> None:
         """Called after the step was launched: blocks to be saved may still be written by it."""
-        for job in jobs:
-            self._give(partial(self._save, job, self._device.fence()))
+        self._give(jobs)
 
-    def _give(self, command: Callable[[StoreClient], None]) -> None:
+    def _give(self, jobs: Sequence[LoadJob | SaveJob]) -> None:
+        if not jobs:
+            return
+        fence = self._device.fence()
         with self._news:
-            self._unfinished += 1
-        self._commands.put(command)
+            self._unfinished += len(jobs)
+        for job in jobs:
+            self._jobs.put((job, fence))
 
     def collect(self, wait_s: float = 0.0) -> Results:
         """What became ready; with nothing ready and jobs under way, wait at most so long for the next."""
+        self._is_serving = True
         with self._news:
             if wait_s and self._unfinished and not (self._results.finished or self._results.saved):
                 self._news.wait(wait_s)
@@ -95,33 +111,78 @@ class WorkerHalf:
 
     def stop(self, timeout_s: float = 5.0) -> None:
         if self._thread.is_alive():
-            self._commands.put(None)
+            self._jobs.put(None)
             self._thread.join(timeout_s)
 
     # ---- the thread
 
     def _run(self) -> None:
         client = self._connect()
-        while True:
+        while self._take(client):
             try:
-                command = self._commands.get(timeout=IDLE_S)
-            except queue.Empty:
-                client.poll()
-                continue
-            if command is None:
-                break
-            try:
-                command(client)
-            except Exception:  # the supervisor's edge; each command has settled its own job by then
-                log.exception("a transfer failed")
+                self._round(client)
+            except Exception:  # the supervisor's edge: jobs go on in the next round
+                log.exception("the arena could not be looked after")
+        self._device.pin(None)
         client.close()
 
-    def _load(self, job: LoadJob, fence: Callable[[], None], client: StoreClient) -> None:
+    def _round(self, client: StoreClient) -> None:
+        """A turn for every load, and for a save if loads have nothing to do or have had enough."""
+        if self._loads or self._saves:
+            turns = [self._turn(self._loads) for _ in range(len(self._loads))]
+            has_loaded = any(turns)
+            self._load_turns = self._load_turns + 1 if has_loaded else MOST_LOAD_TURNS
+            if self._load_turns >= MOST_LOAD_TURNS:
+                self._load_turns = 0
+                has_saved = self._turn(self._saves, keep_first=True)
+                self._pause_s = 0.0 if has_loaded or has_saved else LOAD_PAUSE_S if self._loads else SAVE_PAUSE_S
+        else:
+            client.poll()
+        if self._is_serving:
+            self._device.pin(client.arena)
+
+    def _take(self, client: StoreClient) -> bool:
+        """New jobs, waited for as long as there is nothing to do; False when asked to stop."""
+        pause_s = self._pause_s if self._loads or self._saves else IDLE_S
+        self._pause_s = 0.0
+        try:
+            given = self._jobs.get(timeout=pause_s) if pause_s else self._jobs.get_nowait()
+            while given is not None:
+                job, fence = given
+                if isinstance(job, LoadJob):
+                    self._loads.append(self._load(job, fence, client))
+                else:
+                    self._saves.append(self._save(job, fence, client))
+                given = self._jobs.get_nowait()
+            return False
+        except queue.Empty:
+            return True
+
+    @staticmethod
+    def _turn(jobs: deque[Turns], *, keep_first: bool = False) -> bool:
+        """One turn of the first job, which then goes to the end, unless it is to be kept first. Whether it did
+        anything."""
+        if not jobs:
+            return False
+        job = jobs.popleft()
+        try:
+            did = next(job)
+        except StopIteration:
+            return True
+        except Exception:  # the supervisor's edge; each job has settled itself by then
+            log.exception("a transfer failed")
+            return True
+        if keep_first:
+            jobs.appendleft(job)
+        else:
+            jobs.append(job)
+        return did
+
+    def _load(self, job: LoadJob, fence: Any, client: StoreClient) -> Turns:
         begun = time.monotonic()
         report = LoadReport(reason=MissReason.STORE_UNREACHABLE)
         try:
-            fence()
-            report = self._load_all(client, job)
+            report = yield from self._load_all(client, job, fence)
         finally:  # whatever happened, vLLM waits for this request's name
             report.seconds = time.monotonic() - begun
             with self._news:
@@ -132,34 +193,30 @@ class WorkerHalf:
                 if report.reason:
                     self._results.failed.add(job.request)
 
-    def _load_all(self, client: StoreClient, job: LoadJob) -> LoadReport:
+    def _load_all(self, client: StoreClient, job: LoadJob, fence: Any) -> Generator[bool, None, LoadReport]:
         lease = client.adopt(job.lease)
         slots = client.slots(lease, rank=self._rank, timeout_s=CALL_S).wait()
         if isinstance(slots, Miss):
             return LoadReport(reason=slots.reason)
-        report = LoadReport(verified=lease.session.verify_reads)
-        loaded: set[tuple[int, int]] = set()
+        is_verified = lease.session.verify_reads
+        wanted = []
         for slot in slots:
-            moved = self._load_slot(client, job, slot)
-            if isinstance(moved, Miss):
+            ids, skip = self._targets(job, slot.index, slot.key.group)
+            if ids:
+                where = runs(self._layouts[slot.key.group], ids, skip_blocks=skip)
+                wanted.append((slot, Move(where, slot.pieces, slot.seed if is_verified else None)))
+        if self._wanted(job) - {(slot.index, slot.key.group) for slot, _ in wanted}:
+            # The lease does not cover what was promised: never leave a block unwritten.
+            return LoadReport(reason=MissReason.ABSENT)
+        moves = [move for _, move in wanted]
+        checksums = yield from self._device.load(self._memory, moves, fence)
+        landed = list(zip((slot for slot, _ in wanted), checksums, strict=True))
+        for slot, checksum in landed if is_verified else landed[-1:]:  # all share one lease
+            missed = client.accept(slot, checksum)
+            if missed is not None:
                 client.release([lease])  # reports what did not verify
-                return LoadReport(report.moved_bytes, reason=moved.reason)
-            report.moved_bytes += moved
-            loaded.add((slot.index, slot.key.group))
-        missing = self._wanted(job) - loaded
-        if missing:  # the lease does not cover what was promised: never leave a block unwritten
-            return LoadReport(report.moved_bytes, reason=MissReason.ABSENT)
-        return report
-
-    def _load_slot(self, client: StoreClient, job: LoadJob, slot: ReadSlot) -> int | Miss:
-        group = slot.key.group
-        ids, skip = self._targets(job, slot.index, group)
-        if not ids:
-            return 0
-        where = runs(self._layouts[group], ids, skip_blocks=skip)
-        seed = slot.seed if slot.lease.session.verify_reads else None
-        checksum = self._device.load(slot.pieces, self._memory, where, seed)
-        return client.accept(slot, checksum) or int(where.lengths.sum())
+                return LoadReport(reason=missed.reason)
+        return LoadReport(sum(int(move.runs.lengths.sum()) for move in moves), verified=is_verified)
 
     def _targets(self, job: LoadJob, index: int, group: int) -> tuple[list[int], int]:
         """The blocks that this object is to be written to, and how many of its leading blocks are not."""
@@ -177,12 +234,11 @@ class WorkerHalf:
             if self._targets(job, index, group)[0]
         }
 
-    def _save(self, job: SaveJob, fence: Callable[[], None], client: StoreClient) -> None:
+    def _save(self, job: SaveJob, fence: Any, client: StoreClient) -> Turns:
         begun = time.monotonic()
         saved_bytes, is_stored = 0, False
         try:
-            fence()
-            saved_bytes, is_stored = self._save_all(client, job)
+            saved_bytes, is_stored = yield from self._save_all(client, job, fence)
         finally:  # whatever happened, the job's blocks are let go
             with self._news:
                 self._unfinished -= 1
@@ -193,21 +249,18 @@ class WorkerHalf:
                 if is_stored:
                     self._results.stored[job.id] = 1
 
-    def _save_all(self, client: StoreClient, job: SaveJob) -> tuple[int, bool]:
+    def _save_all(self, client: StoreClient, job: SaveJob, fence: Any) -> Generator[bool, None, tuple[int, bool]]:
         """How many bytes were saved, and whether the store now has everything of the job."""
         puts = client.put_begin([self._object(item) for item in job.items], timeout_s=CALL_S).wait()
         if isinstance(puts, Miss):
             return 0, False
         is_whole = all(put.status in (PutStatus.WRITE, PutStatus.PRESENT) for put in puts)
-        commit: list[tuple[Put, int]] = []
-        for item, put in zip(job.items, puts, strict=True):
-            if put.status is PutStatus.WRITE:
-                where = runs(self._layouts[item.group], item.block_ids)
-                checksum = self._device.save(self._memory, where, put.pieces, put.seed)
-                assert checksum is not None
-                commit.append((put, checksum))
-        if not commit:
+        given = [(put, item) for put, item in zip(puts, job.items, strict=True) if put.status is PutStatus.WRITE]
+        if not given:
             return 0, is_whole
+        moves = [Move(runs(self._layouts[item.group], item.block_ids), put.pieces, put.seed) for put, item in given]
+        checksums = yield from self._device.save(self._memory, moves, fence)
+        commit = [(put, checksum) for (put, _), checksum in zip(given, checksums, strict=True) if checksum is not None]
         ended = client.put_end(commit=commit, timeout_s=CALL_S).wait()
         if isinstance(ended, Miss):
             return 0, False

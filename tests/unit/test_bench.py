@@ -74,7 +74,8 @@ def test_a_quick_run_measures_everything_and_leaves_nothing_behind(tmp_path: Pat
         assert isinstance(figures[name], float), name
         assert figures[name] > 0, name
     assert figures["quick"] is True
-    assert 0 < figures["rtt_ms"] < figures["lookup_16k_ms"]
+    assert figures["rtt_ms"] > 0
+    assert figures["lookup_16k_ms"] > 0
     assert {"hit", "half", "miss", "hold", "round_trip", "hashing", "packing"} == figures["lookup_16k"].keys()
     for latency in (*figures["lookup_16k"].values(), figures["rtt"], *figures["lookup_by_objects"].values()):
         assert 0 < latency["quiet_ms"] <= latency["median_ms"] <= latency["p99_ms"]

@@ -75,12 +75,12 @@ def test_save_then_load_restores_every_byte(case: tuple[bytes, Runs, list[int]],
     pieces = cut(slot, cuts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "STEP_BYTES", step)
-        saved = cpu.save(memory, layout, pieces, SEED)
+        saved = cpu.save_object(memory, layout, pieces, SEED)
         assert bytes(slot) == expected
         assert saved == checksum(pieces, SEED)
 
         restored = bytearray(len(memory))
-        assert cpu.load([piece.toreadonly() for piece in pieces], restored, layout, SEED) == saved
+        assert cpu.load_object([piece.toreadonly() for piece in pieces], restored, layout, SEED) == saved
     mask = np.zeros(len(memory), dtype=bool)
     for run in layout:
         mask[run.engine_offset : run.engine_offset + run.length] = True
@@ -98,7 +98,7 @@ def test_a_partial_load_moves_its_runs_and_still_verifies_the_whole(
     wanted = columns([(run[0], run[1], run[2]) for run, kept in zip(layout, keep, strict=False) if kept])
 
     restored = bytearray(len(memory))
-    assert cpu.load(pieces, restored, wanted, SEED) == checksum(pieces, SEED)
+    assert cpu.load_object(pieces, restored, wanted, SEED) == checksum(pieces, SEED)
     assert gather(bytes(restored), wanted) == gather(memory, wanted)
     assert sum(restored) == sum(gather(memory, wanted))  # and nothing else was written
 
@@ -114,10 +114,10 @@ def test_runs_of_one_length_at_odd_distances(length: int, spaces: list[int], cut
     memory = np.random.default_rng(5).integers(0, 256, int(offsets[-1]) + length, np.uint8)
     layout = columns([(int(offset), index * length, length) for index, offset in enumerate(offsets)])
     slot = bytearray(length * len(spaces))
-    saved = cpu.save(memory, layout, cut(slot, cuts), SEED)
+    saved = cpu.save_object(memory, layout, cut(slot, cuts), SEED)
     assert bytes(slot) == gather(memory.tobytes(), layout)
     restored = np.zeros_like(memory)
-    assert cpu.load(cut(slot, cuts), restored, layout, SEED) == saved
+    assert cpu.load_object(cut(slot, cuts), restored, layout, SEED) == saved
     assert gather(restored.tobytes(), layout) == bytes(slot)
     assert int(restored.sum()) == sum(slot)
 
@@ -127,9 +127,9 @@ def test_runs_of_one_length_at_odd_distances(length: int, spaces: list[int], cut
 def test_without_a_seed_nothing_is_hashed(case: tuple[bytes, Runs, list[int]]) -> None:
     memory, layout, cuts = case
     slot = bytearray(len(gather(memory, layout)))
-    assert cpu.save(memory, layout, cut(slot, cuts), None) is None
+    assert cpu.save_object(memory, layout, cut(slot, cuts), None) is None
     restored = bytearray(len(memory))
-    assert cpu.load(cut(slot, cuts), restored, layout, None) is None
+    assert cpu.load_object(cut(slot, cuts), restored, layout, None) is None
     assert gather(bytes(restored), layout) == gather(memory, layout)
 
 
@@ -143,10 +143,10 @@ def test_runs_of_a_real_layout_pass_through_the_rows() -> None:
     expected = b"".join(memory[layer.offset + block * 5000 :][:4096].tobytes() for layer in layers for block in ids)
     slot = bytearray(len(expected))
     pieces = cut(slot, [4096 * 3, 4096 * 2 + 100])
-    saved = cpu.save(memory, runs(layout, ids), pieces, SEED)
+    saved = cpu.save_object(memory, runs(layout, ids), pieces, SEED)
     assert bytes(slot) == expected
     restored = np.zeros_like(memory)
-    assert cpu.load(pieces, restored, runs(layout, ids), SEED) == saved
+    assert cpu.load_object(pieces, restored, runs(layout, ids), SEED) == saved
     assert (restored[memory != restored] == 0).all()
     assert gather(restored.tobytes(), runs(layout, ids)) == expected
 
@@ -155,16 +155,16 @@ def test_large_objects_are_hashed_in_steps_like_in_one_go() -> None:
     memory = np.random.default_rng(2).integers(0, 256, 3 * cpu.STEP_BYTES + 12_345, np.uint8)
     slot = bytearray(memory.size)
     pieces = cut(slot, [cpu.STEP_BYTES + 1, 5, 4096])
-    assert cpu.save(memory, None, pieces, SEED) == checksum([memoryview(memory.tobytes())], SEED)
+    assert cpu.save_object(memory, None, pieces, SEED) == checksum([memoryview(memory.tobytes())], SEED)
     assert slot == memory.tobytes()
 
 
 def test_a_flipped_bit_changes_what_a_load_adds_up_to() -> None:
     memory = np.random.default_rng(3).integers(0, 256, 50_000, np.uint8)
     slot = bytearray(memory.size)
-    saved = cpu.save(memory, None, [memoryview(slot)], SEED)
+    saved = cpu.save_object(memory, None, [memoryview(slot)], SEED)
     slot[31_000] ^= 4
-    assert cpu.load([memoryview(slot)], np.empty_like(memory), None, SEED) != saved
+    assert cpu.load_object([memoryview(slot)], np.empty_like(memory), None, SEED) != saved
 
 
 @pytest.mark.parametrize("length", [1_000, 40])
@@ -175,7 +175,7 @@ def test_what_is_hashed_is_what_landed(length: int) -> None:
     slot, memory = memoryview(shared)[:1_000], memoryview(shared)[100:]
     expected = checksum([memoryview(bytes(slot))], SEED)
     layout = columns([(start, start, length) for start in range(0, 1_000, length)])
-    assert cpu.load([slot], memory, layout, SEED) == expected
+    assert cpu.load_object([slot], memory, layout, SEED) == expected
     assert checksum([slot], SEED) != expected
 
 
@@ -194,15 +194,15 @@ def test_what_is_hashed_is_what_landed(length: int) -> None:
 def test_runs_that_do_not_fit_are_refused_before_anything_moves(triples: list[tuple[int, int, int]]) -> None:
     memory, slot = bytearray(b"m" * 100), bytearray(b"s" * 100)
     with pytest.raises(ValueError, match="do not fit"):
-        cpu.load([memoryview(slot)], memory, columns(triples), SEED)
+        cpu.load_object([memoryview(slot)], memory, columns(triples), SEED)
     with pytest.raises(ValueError, match=r"do not fit|cannot fill"):
-        cpu.save(memory, columns(triples), [memoryview(slot)], SEED)
+        cpu.save_object(memory, columns(triples), [memoryview(slot)], SEED)
     assert bytes(memory + slot) == b"m" * 100 + b"s" * 100
 
 
 def test_a_save_must_fill_its_slot() -> None:
     with pytest.raises(ValueError, match="cannot fill"):
-        cpu.save(bytes(100), columns([(0, 0, 40), (40, 50, 50)]), [memoryview(bytearray(100))], SEED)
+        cpu.save_object(bytes(100), columns([(0, 0, 40), (40, 50, 50)]), [memoryview(bytearray(100))], SEED)
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=8), st.data())

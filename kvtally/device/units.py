@@ -1,0 +1,62 @@
+"""Tables for GPU kernels: objects as equal units, and leaves of their checksums. Arithmetic only.
+
+Owns how a `Move` becomes the arrays that `device.kernels` reads. Does not touch memory. Neighbours: `core.geometry`
+(left: runs), `core.checksum` (what a leaf is), `cuda` (right).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtally.core.checksum import LEAF_BYTES, leaf_count
+from kvtally.core.geometry import Runs
+
+SHORTEST_BYTES = 256  # of a unit: smaller ones would make the table a good part of what is moved
+LONGEST_BYTES = 64 * 1024
+ALIGNMENT_BYTES = 16  # what one thread loads at once
+LENGTH_PRIME = np.uint64(0x9E3779B185EBCA87)  # xxh3 mixes an input's length with it
+LEAF_COLUMNS = 6
+ONE_PIECE = 62  # logarithm of a unit that is longer than any object: its one address is the object's
+
+Table = NDArray[np.int64]
+
+
+def unit_bytes(runs: Runs, length_bytes: int, base: int) -> int:
+    """The largest unit into which an object whose memory begins at address `base` can be cut; 0: none that is worth it.
+
+    A power of two that divides all lengths and all offsets in the object.
+    """
+    if not len(runs) or np.bitwise_or.reduce(runs.engine_offsets + base) % ALIGNMENT_BYTES:
+        return 0
+    merged = int(np.bitwise_or.reduce(runs.lengths | runs.object_offsets)) | length_bytes | LONGEST_BYTES
+    unit = merged & -merged
+    return unit if unit >= SHORTEST_BYTES else 0
+
+
+def unit_addresses(runs: Runs, length_bytes: int, base: int, unit: int) -> Table:
+    """Where each unit of an object lies; 0 where the runs leave a gap."""
+    table = np.zeros(length_bytes // unit, dtype=np.int64)
+    counts = runs.lengths // unit
+    before = np.cumsum(counts) - counts
+    each = np.arange(int(counts.sum()))
+    places = np.repeat(runs.object_offsets // unit - before, counts) + each
+    table[places] = np.repeat(runs.engine_offsets + base - before * unit, counts) + each * unit
+    return table
+
+
+def leaf_rows(length_bytes: int, first_address: int, unit: int | None, first_digest: int) -> Table:
+    """The leaves of an object whose addresses begin at this index of the table, as `kernels.leaf_digests` reads them.
+
+    `unit` None: the object lies in one piece, with one address.
+    """
+    count = leaf_count(length_bytes)
+    rows = np.empty((count, LEAF_COLUMNS), dtype=np.int64)
+    rows[:, 0] = first_address
+    rows[:, 1] = np.arange(count) * LEAF_BYTES
+    rows[:, 2] = LEAF_BYTES
+    rows[-1, 2] = length_bytes - (count - 1) * LEAF_BYTES
+    rows[:, 3] = ONE_PIECE if unit is None else unit.bit_length() - 1
+    rows[:, 4] = first_digest + np.arange(count)
+    rows[:, 5] = (rows[:, 2].astype(np.uint64) * LENGTH_PRIME).astype(np.int64)
+    return rows
