@@ -210,13 +210,6 @@ def test_what_an_arena_cannot_hold_at_once_is_held_in_turn(scene: Scene) -> None
         assert (output.cached_tokens > 0) == (reason == ""), (outputs, reasons)
 
 
-def test_an_arena_that_is_too_small_is_a_miss(scene: Scene) -> None:
-    prompt = scene.save(LONG, "too large")
-    scene.replace_store(memory="1MiB")
-    assert scene.ask(prompt)[0].cached_tokens == 0
-    assert scene.reasons() == [MissReason.ARENA_FULL]
-
-
 def test_a_full_disk_keeps_what_fits(scene: Scene) -> None:
     scene.replace_store(disk="small disk", disk_size="16MiB")
     prompts = [scene.save(LONG, f"too many {number}") for number in range(8)]
