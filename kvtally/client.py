@@ -62,6 +62,7 @@ from kvtally.wire.messages import (
     Staged,
     Stats,
     StatsGet,
+    Wanted,
 )
 
 __all__ = ["Call", "Lease", "Miss", "Put", "ReadSlot", "SharedLease", "StoreClient", "question"]
@@ -182,6 +183,12 @@ class StoreClient:
         begun_ns = time.monotonic_ns()
         request = structs.replace(question, hold=True)
         return self._submit(request, lambda reply: self._lease(request, begun_ns, reply), timeout_s, question.wait_ms)
+
+    def want(self, lease: Lease, *, prefill_tokens_s: int = 0, timeout_s: float | None = None) -> Call[Done]:
+        """The engine has come to a request that was looked up early: what is still to be staged is urgent now."""
+        if not lease.is_live:
+            return self._link.answered(Miss(MissReason.LEASE_EXPIRED))
+        return self._submit(Wanted(0, lease.id, prefill_tokens_s), _expect(Done), timeout_s)
 
     def wait_staged(self, lease: Lease, *, timeout_s: float | None = None) -> Lease | Miss:
         """Wait until everything leased is in the arena. A Miss where that did not come about, or not in time."""

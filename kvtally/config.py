@@ -26,9 +26,10 @@ from kvtally.instances import Instance, parse_instance
 from kvtally.machine import available_memory_bytes, disk_total_bytes, disk_usable_bytes
 from kvtally.settings import FLAVOURS, SECTIONS, SETTINGS, SHORTEST_TOKEN
 from kvtally.units import human_size, is_loopback, parse_size, split_address
-from kvtally.wire.limits import MIB
+from kvtally.wire.limits import KIB, MIB
 
 SMALLEST_BYTES = 16 * MIB  # of an arena or a disk tier: below that not one object of a large model fits
+SMALLEST_READ_BYTES_S = 64 * KIB
 SMALLEST_BODY_BYTES = 1024
 LONGEST_SOCKET_PATH_BYTES = 107  # sockaddr_un holds 108, with the closing zero
 DEFAULT_FILE = "kvtally.yaml"
@@ -44,6 +45,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     memory_bytes: int
     disk: str = ""
     disk_bytes: int = 0
+    disk_read_bytes_s: int = 0  # 0: no limit
     verify_reads: bool = True
     tcp: str = ""
     token: str = ""
@@ -62,6 +64,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     store: str
     autostart: bool = True
     wait_ms: int = 2000
+    prefetch: bool = True
+    always_load: bool = False
     on_unsupported: str = "refuse"
     allow_untested: bool = False
     model_identity: str = ""
@@ -163,6 +167,7 @@ class Settings:
             memory_bytes=memory_bytes,
             disk=disk,
             disk_bytes=self._disk_bytes(disk, memory_bytes),
+            disk_read_bytes_s=self._disk_read_bytes_s(),
             verify_reads=self._switch("store.verify_reads", default=True),
             tcp=self._address("store.tcp"),
             token=self._token(),
@@ -185,6 +190,8 @@ class Settings:
             store=self._path("connector.store") or self.socket(),
             autostart=self._switch("connector.autostart", default=True),
             wait_ms=self._number("connector.wait_ms", default=2000, most=600_000),
+            prefetch=self._switch("connector.prefetch", default=True),
+            always_load=self._switch("connector.always_load", default=False),
             on_unsupported=self._choice("connector.on_unsupported", ("refuse", "serve")),
             allow_untested=self._switch("connector.allow_untested", default=False),
             model_identity=self._plain("connector.model_identity"),
@@ -281,6 +288,10 @@ class Settings:
                 "Give a size that fits, or leave it out: the default looks at the free space.",
             )
         return size_bytes
+
+    def _disk_read_bytes_s(self) -> int:
+        given = self._given.get("store.disk_read_limit")
+        return _size("store.disk_read_limit", given, least_bytes=SMALLEST_READ_BYTES_S) if given is not None else 0
 
     def _token(self) -> str:
         from_file, plain = self._given.get("store.token_file"), self._given.get("store.token")

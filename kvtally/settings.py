@@ -70,6 +70,13 @@ SETTINGS: dict[str, Setting] = {
             example="200GiB",
         ),
         Setting(
+            name="disk_read_limit",
+            field="disk_read_bytes_s",
+            description="Most bytes that the disk tier reads in a second, for a disk that others need too.",
+            default="no limit",
+            example="500MB",
+        ),
+        Setting(
             name="verify_reads",
             description="Have engines check every object's checksum after copying it out of the arena. "
             "Bytes that come up from a lower tier are always checked.",
@@ -134,9 +141,27 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             section="connector",
             name="wait_ms",
-            description="Longest time a request waits for its lookup and staging before it is computed.",
+            description="Longest time a request waits for its lookup and staging, once the scheduler has come to it, "
+            "before it is computed.",
             default="2000",
             example="500",
+            has_flag=False,
+        ),
+        Setting(
+            section="connector",
+            name="prefetch",
+            description="Look a request up, and stage what is found, when it arrives; off: when the scheduler comes to "
+            "it.",
+            default="true",
+            example="off",
+            has_flag=False,
+        ),
+        Setting(
+            section="connector",
+            name="always_load",
+            description="Load what is found even where computing it is estimated to be faster.",
+            default="false",
+            example="true",
             has_flag=False,
         ),
         Setting(

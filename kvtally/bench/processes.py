@@ -31,12 +31,22 @@ STOP_S = 10.0
 class Daemon:
     """A store in a process of its own, ready when this returns. Its log goes to a file beside its socket."""
 
-    def __init__(self, directory: Path, name: str, *, memory_bytes: int, disk: Path | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        *,
+        memory_bytes: int,
+        disk: Path | None = None,
+        disk_read_bytes_s: int | None = None,
+    ) -> None:
         self.socket = str(directory / f"{name}.sock")
         self._log = directory / f"{name}.log"
         command = ["store", "--socket", self.socket, "--memory", str(memory_bytes)]
         if disk is not None:
             command += ["--disk", str(disk), "--disk-size", str(2 * memory_bytes)]
+        if disk_read_bytes_s is not None:
+            command += ["--disk-read-limit", str(disk_read_bytes_s)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "kvtally", *command], cwd=directory, env=_environment(), stdout=log, stderr=log

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -67,13 +67,15 @@ T = TypeVar("T")
 class Engine:
     """An engine in a process of its own. It leads a process group, which ends when its stdin does."""
 
-    def __init__(self, python: str, start: Start, log: Path) -> None:
+    program = "kvtally.bench.repeat_engine"
+
+    def __init__(self, python: str, start: msgspec.Struct, log: Path) -> None:
         self._log = log
         path = [str(Path(kvtally.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         settings = {name: value for name, value in os.environ.items() if not name.startswith("KVTALLY_")}
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [python, "-m", "kvtally.bench.repeat_engine"],
+                [python, "-m", self.program],
                 env={**settings, "PYTHONPATH": os.pathsep.join(path)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -91,7 +93,7 @@ class Engine:
             if not is_ready:
                 self.close()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -252,7 +254,7 @@ class Experiment:
             self._fill(plain, ours, ledger)
             self._repeat(plain, ours, ledger)
             ledger.wait_saved()
-        _drop_pages(self._directory / "disk")
+        drop_pages(self._directory / "disk")
         with (
             self._daemon("second") as daemon,
             Ledger(daemon) as ledger,
@@ -390,7 +392,7 @@ def _in_turn(number: int) -> tuple[bool, bool]:
     return (True, False) if number % 2 else (False, True)
 
 
-def _drop_pages(directory: Path) -> None:
+def drop_pages(directory: Path) -> None:
     """So that what comes from disk comes from the disk."""
     for path in directory.rglob("*"):
         if path.is_file():
@@ -407,7 +409,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     scale = _scale(options)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+        signal.signal(number, leave)
     begun, load = time.monotonic(), os.getloadavg()[0]
     console = Console(stderr=True, highlight=False)
     bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True)
@@ -423,7 +425,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if figures.outputs_equal else 1
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
+def leave(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 

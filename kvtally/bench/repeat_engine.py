@@ -50,6 +50,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     store: str
     prompt_tokens: int
     arguments: dict[str, Any] = {}
+    settings: dict[str, Any] = {}  # of the connector
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,11 +81,11 @@ def main() -> int:
     wire = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # vLLM logs to stdout
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(lines,), daemon=True).start()
+    threading.Thread(target=read_lines, args=(lines,), daemon=True).start()
     start = msgspec.json.decode(lines.get(), type=Start)
-    arguments = _arguments(start)
+    arguments = arguments_of(start)
     runner = Runner(Settings(arguments))
-    wire.write(msgspec.json.encode(Ready(engine=_engine(), model=arguments["model"])) + b"\n")
+    wire.write(msgspec.json.encode(Ready(engine=engine_name(), model=arguments["model"])) + b"\n")
     while line := lines.get():
         answer = _serve(runner, msgspec.json.decode(line, type=Ask))
         wire.write(msgspec.json.encode(answer) + b"\n")
@@ -92,7 +93,7 @@ def main() -> int:
     return 0
 
 
-def _read(lines: queue.SimpleQueue[bytes]) -> None:
+def read_lines(lines: queue.SimpleQueue[bytes]) -> None:
     while line := sys.stdin.buffer.readline():
         lines.put(line)
     lines.put(b"")
@@ -114,7 +115,7 @@ def _serve(runner: Runner, ask: Ask) -> Answer:
     return Answer(seconds=seconds, tokens=output.tokens, logprobs=output.logprobs, cached_tokens=output.cached_tokens)
 
 
-def _arguments(start: Start) -> dict[str, Any]:
+def arguments_of(start: Start) -> dict[str, Any]:
     """For `vllm.LLM`. Two engines live at once, so that their samples can alternate: each gets a part of the device."""
     arguments: dict[str, Any] = {
         "model": start.model,
@@ -134,12 +135,12 @@ def _arguments(start: Start) -> dict[str, Any]:
             "kv_connector": "KVTallyConnector",
             "kv_connector_module_path": "kvtally.vllm.connector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"store": start.store, "autostart": False},
+            "kv_connector_extra_config": {"store": start.store, "autostart": False, **start.settings},
         }
     return arguments | start.arguments
 
 
-def _engine() -> str:
+def engine_name() -> str:
     from kvtally.vllm.compat import require_supported
 
     return f"vLLM {require_supported(allow_untested=True)}"

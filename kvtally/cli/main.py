@@ -107,6 +107,15 @@ def _bench_gpu(context: typer.Context) -> None:
     _run_module("kvtally.bench.gpu", context.args)
 
 
+@bench_app.command("prefetch", context_settings=_PASS_ON, epilog="Example: kvtally bench prefetch --json")
+def _bench_prefetch(context: typer.Context) -> None:
+    """Measure what early prefetch is worth when vLLM's queue is full.
+
+    Time to the first token of prompts that lie on a slow disk: prefetch on, off, everything in the arena, no store.
+    """
+    _run_module("kvtally.bench.prefetch", context.args)
+
+
 @bench_app.command("route", context_settings=_PASS_ON, epilog="Example: kvtally bench route --json")
 def _bench_route(context: typer.Context) -> None:
     """Measure what the router adds to a request, and how many it serves.

@@ -21,6 +21,7 @@ def store(
     memory: Annotated[str | None, setting_option("store.memory", "SIZE")] = None,
     disk: Annotated[str | None, setting_option("store.disk", "DIR")] = None,
     disk_size: Annotated[str | None, setting_option("store.disk_size", "SIZE")] = None,
+    disk_read_limit: Annotated[str | None, setting_option("store.disk_read_limit", "SIZE")] = None,
     verify_reads: Annotated[
         bool | None,
         typer.Option("--verify-reads/--no-verify-reads", help=SETTINGS["store.verify_reads"].help, show_default=False),
@@ -43,6 +44,7 @@ def store(
         "store.memory": memory,
         "store.disk": disk,
         "store.disk_size": disk_size,
+        "store.disk_read_limit": disk_read_limit,
         "store.verify_reads": verify_reads,
         "store.tcp": tcp,
         "store.token_file": token_file,

@@ -48,6 +48,10 @@ class Half(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     load_ms: float = 0.0
     verified: bool = False
     reason: str = ""
+    exposed_ms: float = 0.0  # of `wait_ms`: after the engine had come to the request
+    left_tokens: int = 0  # found, and computed because that was faster than loading them
+    load_estimate_ms: float = 0.0  # what that was decided by; 0 where there was nothing to weigh
+    compute_estimate_ms: float = 0.0
 
     @property
     def reused_tokens(self) -> int:

@@ -10,8 +10,10 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from kvtally.core.keys import ObjectKey
+from kvtally.core.prefetch import Speed
 from kvtally.core.residency import Family, Node, Residency
 from kvtally.store.jobs import Job
 from kvtally.wire.limits import SECOND_NS, Limits
@@ -87,6 +89,17 @@ class TierInfo:
     enumerable: bool = True
 
 
+class Prefetched(StrEnum):
+    """What became of a lease for which something was to be staged."""
+
+    IN_TIME = "in_time"  # everything was there when the engine came to the request
+    LATE = "late"  # the engine waited for it
+    WASTED = "wasted"  # staged, and given back unread
+    CANCELLED = "cancelled"  # given back, or expired, before it was staged
+    SKIPPED = "skipped"  # computing it was faster
+    FAILED = "failed"  # a tier or the arena could not do it
+
+
 FIRST_PAUSE_NS = 1 * SECOND_NS
 LONGEST_PAUSE_NS = 60 * SECOND_NS
 MOST_UNREMOVED = 65_536
@@ -110,6 +123,11 @@ class TierState:
     write_seconds: float = 0.0
     dropped: int = 0
     errors: Counter[str] = field(default_factory=Counter)
+    speed: Speed = field(default_factory=Speed)
+    prefetched: Counter[str] = field(default_factory=Counter)  # leases, by Prefetched
+    prefetched_bytes: Counter[str] = field(default_factory=Counter)
+    hidden_s: float = 0.0  # staged while the engine did something else
+    exposed_s: float = 0.0  # the engine had come to the request and waited
     # Forgotten by the index, but the tier could not remove them (a full disk cannot append its journal): tried again
     # with the next removal. What is beyond the bound stays there as dead bytes until the next start.
     unremoved: dict[ObjectKey, None] = field(default_factory=dict)

@@ -3,11 +3,12 @@
     Lookup ─▶ path of nodes ─▶ presence ─▶ longest_hit ─▶ Found
                  │ wait_ms: parked until a pending object is committed or the deadline passes
                  │ a tier that cannot enumerate: parked until it said what it holds
-                 └ hold: everything the hit needs is pinned by a lease; what is not in the arena is staged,
-                   then `Staged` tells the client how much of the hit is really there
+                 └ hold: a lease. When there is room (`core.prefetch`), all that the hit needs is pinned, what is not in
+                   the arena is staged, and `Staged` tells the client how much of the hit is really there
 
-Only a boundary whose objects are all in the arena is promised. Neighbours: `core.hits` (the rule), `writes` (tells when
-something stopped being pending), `staging` (brings up what is not in the arena). No I/O.
+Only a boundary whose objects are all in the arena is promised. A lease for which nothing is to be staged and that is
+wanted now is granted at once. Neighbours: `core.hits` (the rule), `writes` (tells when something stopped being
+pending), `staging` (brings up what is not in the arena). No I/O.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import lt
 
-from kvtally.core.hits import Hit, longest_hit, needed
+from kvtally.core.hits import Hit
 from kvtally.core.keys import CHAIN_BYTES, ObjectKey
 from kvtally.core.namespace import GroupKind
+from kvtally.core.prefetch import Planner, worth_loading
 from kvtally.core.residency import ARENA, Family, Node, each_bit
-from kvtally.store.context import Alarm, Context, Session
+from kvtally.store.context import Alarm, Context, Prefetched, Session
 from kvtally.store.jobs import FindJob, Outcome
+from kvtally.store.needs import bitmap, hit_of, needs_of, path_of
 from kvtally.store.staging import Lease, Staging
 from kvtally.store.tiers.base import ObjectRecord
-from kvtally.wire.messages import Done, Found, Lookup, MissReason, Release, Slot, Slots, SlotsGet, Staged
+from kvtally.store.weighing import Weighing
+from kvtally.wire.messages import Done, Found, Lookup, MissReason, Release, Slot, Slots, SlotsGet, Staged, Wanted
 
 FIND_NS = 200_000_000  # how long a lookup waits for tiers that must be asked, unless it allows more
 MOST_TAILS = 64
@@ -70,7 +74,27 @@ class Reads:
         self._parked: dict[int, Parked] = {}
         self._waiters: dict[Node, set[int]] = {}  # node with pending objects -> parked lookups
         self._finding: dict[int, int] = {}  # FindJob -> parked lookup
-        self.staging = Staging(context, record, remove, self._announce)
+        capacity_bytes = self._residency.space.capacity_bytes
+        self.planner: Planner[tuple[Node, int]] = Planner(
+            tiers=len(context.tiers),
+            arena_bytes=capacity_bytes * 3 // 4,  # the rest is for saves, and for what running loads have leased
+            in_flight_bytes=context.limits.staging_bytes or capacity_bytes // 4,
+        )
+        self._is_room_new = False  # somebody who waits for room may fit now
+        self.staging = Staging(context, self.planner, record, remove, self._announce)
+        self._weighing = Weighing(context, self.planner, self.staging)
+
+    def advance(self, now_ns: int) -> None:
+        """After every event: grant what there is room for, start what may be read, and keep to the budgets."""
+        while self._is_room_new:
+            self._is_room_new = False
+            for lane in range(self._residency.tiers):
+                while (number := self.planner.next(lane)) is not None and self._grant_next(
+                    self._leases[number], now_ns
+                ):
+                    pass
+        self.staging.pump(now_ns)
+        self.planner.check_budgets()
 
     # ---- lookup
 
@@ -92,31 +116,14 @@ class Reads:
         self._answer(session, request, view, now_ns)
 
     def _view(self, family: Family, request: Lookup, now_ns: int) -> View:
-        path = self._path(family, request)
+        path = path_of(self._residency, family, request)
         masks = self._residency.masks(family, path, self._context.readable_tiers(now_ns))
         rows = self._residency.presence(family, masks)
-        hit = hopeful = self._hit(family, request, rows)
+        hit = hopeful = hit_of(family, request, rows)
         if any(node.pending for node in path if node is not None):
             hoped = [mask | (node.pending if node is not None else 0) for mask, node in zip(masks, path, strict=True)]
-            hopeful = self._hit(family, request, self._residency.presence(family, hoped))
+            hopeful = hit_of(family, request, self._residency.presence(family, hoped))
         return View(path, rows, hit, hopeful)
-
-    def _path(self, family: Family, request: Lookup) -> list[Node | None]:
-        """The nodes of a prompt. A chain value that is known to end elsewhere is not what was asked for; so no node can
-        occur twice, either."""
-        known = zip(self._residency.path(family, request.chains), request.ends, strict=True)
-        return [node if node is not None and node.end == end else None for node, end in known]
-
-    @staticmethod
-    def _hit(family: Family, request: Lookup, rows: Sequence[Sequence[bool]]) -> Hit:
-        return longest_hit(
-            family.namespace.groups,
-            request.ends,
-            rows,
-            limit_tokens=request.limit_tokens,
-            alignment_tokens=request.alignment_tokens,
-            have=request.have,
-        )
 
     def _answer(self, session: Session, request: Lookup, view: View, now_ns: int) -> None:
         family = session.family
@@ -131,27 +138,30 @@ class Reads:
                 self._context.send(session, Found(request.id, 0, reason=MissReason.LIMIT))
                 return
         reason = self._reason(family, request, view)
-        if lease is None or not lease.awaited:
+        if lease is None or lease.announced:
             self._count(request, view.hit.end_tokens, reason)
         in_arena = view.hit.end_tokens
-        if lease is not None and lease.awaited:
-            in_arena = min((node.start for node, _ in lease.awaited), default=in_arena)
+        if lease is not None and not lease.announced:
+            missing = (node.start for _, node, mask in lease.needs if mask & ~self._residency.arena_mask(node))
+            in_arena = min(missing, default=in_arena)
         self._context.send(
             session,
             Found(
                 request.id,
                 view.hit.end_tokens,
                 lease.id if lease is not None else 0,
-                len(lease.awaited) if lease is not None else 0,
+                max(1, len(lease.awaited)) if lease is not None and not lease.announced else 0,
                 view.hopeful.end_tokens,
-                [_bitmap(row) for row in view.rows],
+                [bitmap(row) for row in view.rows],
                 self._tails(family, view),
                 reason,
                 in_arena,
             ),
         )
         if lease is not None:
-            self.staging.pump(now_ns)
+            lease.is_told = True
+            if lease.wanted_ns is not None and lease.awaited:
+                self._weigh(lease, now_ns)
 
     @staticmethod
     def _tails(family: Family, view: View) -> list[int]:
@@ -309,21 +319,112 @@ class Reads:
         span_ns = min(request.lease_ms * 1_000_000, longest) if request.lease_ms > 0 else longest
         number = self._context.new_id()
         alarm = self._context.alarms.set(now_ns + span_ns, partial(self._expire, number))
-        needs = self._needs(family, request, view.path, view.hit)
+        needs = needs_of(family, request, view.path, view.hit)
         lease = Lease(number, session, family, request, view.path, view.hit.end_tokens, needs, alarm, started_ns=now_ns)
         self._leases[number] = lease
         session.leases.add(number)
-        for _, node, _ in needs:
+        lease.tier = self._lane(needs, now_ns)
+        if not request.early:
+            lease.wanted_ns, lease.tokens_s = now_ns, max(0, request.prefill_tokens_s)
+        if lease.tier == ARENA and not request.early:
+            self._grant(lease, now_ns)
+        else:
+            self.planner.join(
+                number, lease.tier, ahead=request.ahead, priority=request.priority, is_early=request.early
+            )
+            if self.planner.next(lease.tier) == number and self.planner.admit(number, self._sizes(needs)):
+                self._grant(lease, now_ns)
+        return lease
+
+    def _lane(self, needs: Sequence[tuple[int, Node, int]], now_ns: int) -> int:
+        """The lowest tier that has to be read for these."""
+        missing = ((node, mask & ~self._residency.arena_mask(node)) for _, node, mask in needs)
+        tiers = (self.staging.source(node, bit, now_ns) for node, mask in missing for bit in each_bit(mask))
+        return max(tiers, default=ARENA)
+
+    def _sizes(self, needs: Sequence[tuple[int, Node, int]]) -> dict[tuple[Node, int], int]:
+        length_bytes = self._residency.length_bytes
+        return {(node, bit): length_bytes(node, bit) for _, node, mask in needs for bit in each_bit(mask)}
+
+    def _needs_now(self, lease: Lease, now_ns: int) -> tuple[View, list[tuple[int, Node, int]]]:
+        view = self._view(lease.family, lease.request, now_ns)
+        return view, needs_of(lease.family, lease.request, view.path, view.hit) if view.hit.end_tokens else []
+
+    def _grant_next(self, lease: Lease, now_ns: int) -> bool:
+        """Grant a lease that has waited, with what is there now, if there is room. False: it is to wait on."""
+        view, needs = self._needs_now(lease, now_ns)
+        if not self.planner.admit(lease.id, self._sizes(needs)):
+            return False
+        lease.path, lease.needs, lease.end_tokens = view.path, needs, view.hit.end_tokens
+        self._grant(lease, now_ns)
+        if lease.wanted_ns is not None and lease.awaited:
+            self._weigh(lease, now_ns)
+        return True
+
+    def _grant(self, lease: Lease, now_ns: int) -> None:
+        """There is room: what the lease needs is held from now on."""
+        lease.is_granted = True
+        for _, node, _ in lease.needs:
             self._residency.pin(node)
         self._stage_missing(lease, now_ns)
-        lease.announced = not lease.awaited
-        return lease
+        if not lease.awaited and lease.is_told:
+            self._announce(lease, now_ns)
+        elif not lease.awaited:  # `Found` will say so
+            lease.announced, lease.staged_ns = True, now_ns
+
+    def want(self, session: Session, request: Wanted, now_ns: int) -> None:
+        """The engine has come to a request: it goes before those that are early, or is answered with what is there."""
+        lease = self._leases.get(request.lease)
+        self._context.send(session, Done(request.id))
+        if lease is None or lease.session is not session or lease.wanted_ns is not None:
+            return
+        lease.wanted_ns, lease.tokens_s = now_ns, max(0, request.prefill_tokens_s)
+        if lease.announced:
+            return
+        self.planner.want(lease.id)
+        if lease.is_granted:
+            self.staging.hasten(lease)
+            self._weigh(lease, now_ns)
+        elif not self._grant_resident(lease, now_ns):
+            self._is_room_new = True
+
+    def _grant_resident(self, lease: Lease, now_ns: int) -> bool:
+        """Grant a lease that waits, if nothing is to be staged for it: then it need not wait for room."""
+        view, needs = self._needs_now(lease, now_ns)
+        if not needs or self._lane(needs, now_ns) != ARENA:
+            return False
+        self.planner.leave(lease.id)
+        lease.path, lease.needs, lease.end_tokens = view.path, needs, view.hit.end_tokens
+        self._grant(lease, now_ns)
+        return True
+
+    def _weigh(self, lease: Lease, now_ns: int) -> None:
+        """Load or compute: leave what would take longer to load than to compute."""
+        hits = self._weighing.options(lease, now_ns) if lease.tokens_s else []
+        if not hits:
+            return
+        choice = worth_loading([option for _, option in hits], lease.tokens_s)
+        lease.load_s, lease.compute_s = choice.load_s, choice.compute_s
+        if choice.end_tokens >= lease.end_tokens:
+            return
+        lease.left_tokens = lease.end_tokens - choice.end_tokens
+        lease.reason = lease.reason or MissReason.SLOW_TIER
+        self._weighing.probe(lease, now_ns)
+        self._aim(lease, next(hit for hit, option in hits if option.end_tokens == choice.end_tokens))
+        kept = frozenset((node, bit) for _, node, mask in lease.needs for bit in each_bit(mask))
+        self.staging.forget(lease, kept)
+        self._stage_missing(lease, now_ns)
+        if not lease.awaited:
+            self._announce(lease, now_ns)
 
     def _aim(self, lease: Lease, hit: Hit) -> None:
         """Let the lease hold what another hit needs."""
         if hit.end_tokens == lease.end_tokens:
             return
-        needs = self._needs(lease.family, lease.request, lease.path, hit) if hit.end_tokens else []
+        needs = needs_of(lease.family, lease.request, lease.path, hit) if hit.end_tokens else []
+        if self.planner.is_known(lease.id):
+            self.planner.admit(lease.id, self._sizes(needs))  # where that does not fit, what it held stays counted
+            self._is_room_new = True
         for _, node, _ in needs:
             self._residency.pin(node)
         for _, node, _ in lease.needs:
@@ -333,21 +434,8 @@ class Reads:
     def _stage_missing(self, lease: Lease, now_ns: int) -> None:
         for _, node, mask in lease.needs:
             for bit in each_bit(mask & ~self._residency.arena_mask(node)):
-                self.staging.want(lease, node, bit, now_ns)
-
-    @staticmethod
-    def _needs(family: Family, request: Lookup, path: Sequence[Node | None], hit: Hit) -> list[tuple[int, Node, int]]:
-        masks: dict[int, int] = {}
-        for group, spec in enumerate(family.namespace.groups):
-            have = request.have[group] if request.have else 0
-            for index in needed(spec, request.ends, hit.boundaries - 1, have):
-                masks[index] = masks.get(index, 0) | family.group_masks[group]
-        needs = []
-        for index in sorted(masks):
-            node = path[index]
-            assert node is not None
-            needs.append((index, node, masks[index]))
-        return needs
+                if (node, bit) not in lease.awaited:
+                    self.staging.want(lease, node, bit, now_ns)
 
     def slots(self, session: Session, request: SlotsGet) -> None:
         lease = self._leases.get(request.lease)
@@ -357,6 +445,7 @@ class Reads:
         if not lease.announced:
             self._context.send(session, Slots(request.id, [], MissReason.PENDING))
             return
+        lease.is_read = True
         slots = []
         ranks = lease.family.ranks
         for index, node, mask in lease.needs:
@@ -377,7 +466,7 @@ class Reads:
         for number in request.leases:
             lease = self._leases.get(number)
             if lease is not None and lease.session is session:
-                self._drop(lease)
+                self._drop(lease, now_ns)
         self._context.send(session, Done(request.id))
 
     def _quarantine_arena(self, session: Session, number: int, index: int, group: int, rank: int) -> None:
@@ -397,30 +486,57 @@ class Reads:
         lease = self._leases[number]
         self._context.counts.leases_expired += 1
         if not lease.announced:
-            self._count(lease.request, 0, MissReason.STAGING_FAILED)
-            self._context.send(lease.session, Staged(0, lease.id, 0, MissReason.STAGING_FAILED))
-        self._drop(lease)
+            reason = MissReason.STAGING_FAILED if lease.is_granted else MissReason.LEASE_EXPIRED
+            self._count(lease.request, 0, reason)
+            self._context.send(lease.session, Staged(0, lease.id, 0, reason))
+        self._drop(lease, now_ns)
 
-    def _drop(self, lease: Lease) -> None:
+    def _drop(self, lease: Lease, now_ns: int) -> None:
         del self._leases[lease.id]
         lease.session.leases.discard(lease.id)
         self._context.alarms.cancel(lease.alarm)
+        if lease.tier:
+            self._account(lease, now_ns)
         self.staging.forget(lease)
-        for _, node, _ in lease.needs:
-            self._residency.unpin(node)
+        if self.planner.is_known(lease.id):
+            self.planner.leave(lease.id)
+            self._is_room_new = True
+        if lease.is_granted:
+            for _, node, _ in lease.needs:
+                self._residency.unpin(node)
 
-    def disconnect(self, session: Session) -> None:
+    def _account(self, lease: Lease, now_ns: int) -> None:
+        """What the staging of a lease, which is over now, has been good for."""
+        if lease.staged_ns is None:
+            outcome = Prefetched.CANCELLED
+        elif not lease.end_tokens:
+            outcome = Prefetched.SKIPPED if lease.left_tokens else Prefetched.FAILED
+        elif not lease.is_read:
+            outcome = Prefetched.WASTED
+        elif lease.wanted_ns is None or lease.staged_ns <= lease.wanted_ns:
+            outcome = Prefetched.IN_TIME
+        else:
+            outcome = Prefetched.LATE
+        ended_ns = now_ns if lease.staged_ns is None else lease.staged_ns
+        wanted_ns = ended_ns if lease.wanted_ns is None else min(lease.wanted_ns, ended_ns)
+        tier = self._context.tiers[lease.tier - 1]
+        tier.prefetched[outcome] += 1
+        tier.prefetched_bytes[outcome] += lease.staged_bytes
+        tier.hidden_s += (wanted_ns - lease.started_ns) / 1e9
+        tier.exposed_s += (ended_ns - wanted_ns) / 1e9
+
+    def disconnect(self, session: Session, now_ns: int) -> None:
         for number in sorted(session.leases):
-            self._drop(self._leases[number])
+            self._drop(self._leases[number], now_ns)
         for number in [number for number, parked in self._parked.items() if parked.session is session]:
             self._take_parked(number)
 
     def _announce(self, lease: Lease, now_ns: int) -> None:
         """All that could be staged is: promise the boundary that is whole in the arena now, if need be a lower one."""
         family, request = lease.family, lease.request
-        lease.path = self._path(family, request)
+        lease.path = path_of(self._residency, family, request)
         rows = self._residency.presence(family, self._residency.masks(family, lease.path, [ARENA]))
-        hit = self._hit(family, request, rows)
+        hit = hit_of(family, request, rows)
         if hit.end_tokens < lease.end_tokens and lease.may_aim_lower:
             # A lower boundary may still be whole further down. Each time something has left the index, so this ends.
             lease.may_aim_lower = False
@@ -430,14 +546,26 @@ class Reads:
                 self._stage_missing(lease, now_ns)
                 return
         self._aim(lease, hit)
-        lease.announced = True
+        lease.announced, lease.staged_ns = True, now_ns
         self._count(request, hit.end_tokens, lease.reason)
-        from_below = sum(node.end - node.start for _, node, _ in lease.needs if node in lease.staged)
-        wait_ns = now_ns - lease.started_ns
-        message = Staged(0, lease.id, hit.end_tokens, lease.reason, from_below, lease.staged_bytes, wait_ns)
-        self._context.send(lease.session, message)
+        self._context.send(lease.session, self._staged(lease, now_ns))
         if not hit.end_tokens:
-            self._drop(lease)
+            self._drop(lease, now_ns)
+
+    @staticmethod
+    def _staged(lease: Lease, now_ns: int) -> Staged:
+        return Staged(
+            0,
+            lease.id,
+            lease.end_tokens,
+            lease.reason,
+            sum(node.end - node.start for _, node, _ in lease.needs if node in lease.staged),
+            lease.staged_bytes,
+            now_ns - lease.started_ns,
+            lease.left_tokens,
+            lease.load_s * 1e3,
+            lease.compute_s * 1e3,
+        )
 
     # ---- for stats and checks
 
@@ -451,22 +579,14 @@ class Reads:
 
     def check(self) -> None:
         for lease in self._leases.values():
-            assert lease.id in lease.session.leases and all(node.pins > 0 for _, node, _ in lease.needs)
-            assert lease.announced == (not lease.awaited)
+            assert lease.id in lease.session.leases and lease.is_told
+            assert not lease.is_granted or all(node.pins > 0 for _, node, _ in lease.needs)
+            assert lease.announced == (lease.is_granted and not lease.awaited)
+            assert lease.is_granted or self.planner.is_known(lease.id)
+        self.planner.check()
         self.staging.check(self._leases.values())
         assert all(number in self._parked for numbers in self._waiters.values() for number in numbers)
 
 
 def _index_of(need: tuple[int, Node, int]) -> int:
     return need[0]
-
-
-def _bitmap(row: Sequence[bool]) -> bytes:
-    """Bit i, least significant first, is row[i]."""
-    if all(row):
-        return ((1 << len(row)) - 1).to_bytes((len(row) + 7) // 8, "little")
-    value = 0
-    for index, is_present in enumerate(row):
-        if is_present:
-            value |= 1 << index
-    return value.to_bytes((len(row) + 7) // 8, "little")

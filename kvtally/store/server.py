@@ -43,6 +43,7 @@ from kvtally.store.mover import Batch, Mover
 from kvtally.store.store import Store, TierInfo
 from kvtally.store.tiers.base import Tier
 from kvtally.store.tiers.files import open_disk
+from kvtally.store.tiers.limited import LimitedTier
 from kvtally.units import human_size
 from kvtally.wire.auth import NONCE_BYTES
 from kvtally.wire.frames import encode
@@ -99,7 +100,10 @@ async def serve(
 
 def open_tiers(config: StoreConfig) -> list[Tier]:
     """The lower tiers that are configured, nearest first. Raises ConfigError or IncompatibleError."""
-    return [open_disk(Path(config.disk), config.disk_bytes)] if config.disk else []
+    if not config.disk:
+        return []
+    disk = open_disk(Path(config.disk), config.disk_bytes)
+    return [LimitedTier(disk, config.disk_read_bytes_s) if config.disk_read_bytes_s else disk]
 
 
 class StoreServer:
@@ -165,6 +169,7 @@ class StoreServer:
             started_ns=started_ns,
         )
         _recover(store, tiers)
+        store.probe(time.monotonic_ns())
 
         self.hub = Hub(store, mover, self.arena, self.limits, token=config.token)
         written = asyncio.Event()

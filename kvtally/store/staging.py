@@ -1,18 +1,19 @@
-"""Staging: leased objects brought up from lower tiers into the arena, within a budget of bytes, in the order asked for.
+"""Staging: leased objects brought up from lower tiers into the arena, as `core.prefetch` plans it.
 
-    want ─▶ queue ─▶ pump: arena pieces, ReadJob ─▶ read: resident, or a reason ─▶ `on_end` with a lease's last object
+    want ─▶ planner ─▶ pump: arena pieces, ReadJob ─▶ read: resident, or a reason ─▶ `on_end` with a lease's last object
 
-Several leases may wait for one object: it is read once. Owns what is on its way; what a lease promises is for `reads`.
+Several leases may wait for one object: it is read once. What nobody waits for any more is given up at once, unless its
+read has begun. Owns what is on its way; what a lease promises is for `reads`.
 Neighbours: `reads` (left), `mover` (right: carries ReadJobs out and verifies). No I/O.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvtally.core.keys import ObjectKey
+from kvtally.core.prefetch import Planner
 from kvtally.core.residency import Family, Node
 from kvtally.core.space import Piece
 from kvtally.store.context import FIRST_PAUSE_NS, Alarm, Context, Session
@@ -21,11 +22,12 @@ from kvtally.store.tiers.base import ObjectRecord
 from kvtally.wire.messages import Lookup, MissReason
 
 INTEGRITY_CODES = ("KV-401", "KV-402")
+PROBED_OBJECTS = 3
 
 
 @dataclass(slots=True)
 class Lease:
-    """Everything one hit needs, pinned until released or expired."""
+    """Everything one hit needs, pinned from when there is room for it until released or expired."""
 
     id: int
     session: Session
@@ -35,11 +37,21 @@ class Lease:
     end_tokens: int
     needs: list[tuple[int, Node, int]]  # boundary index (rising), node, mask of objects
     alarm: Alarm
+    is_granted: bool = False  # what it needs is pinned; until then it waits for room and holds nothing
     awaited: set[tuple[Node, int]] = field(default_factory=set)  # objects still on their way up
-    announced: bool = True  # False while the client waits for `Staged`
+    announced: bool = False  # False while the client waits for `Staged`, or for `Found`
+    is_told: bool = False  # `Found` was sent
     started_ns: int = 0
+    wanted_ns: int | None = None  # when the engine came to the request; None: not yet
+    tokens_s: int = 0  # what the engine computes meanwhile; 0: load whatever it takes
+    staged_ns: int | None = None
     staged_bytes: int = 0
     staged: set[Node] = field(default_factory=set)  # boundaries of which something came from a lower tier
+    tier: int = 0  # the lowest that it stages from
+    is_read: bool = False  # somebody asked where its objects lie
+    load_s: float = 0.0  # estimates of the last weighing
+    compute_s: float = 0.0
+    left_tokens: int = 0  # found, and not worth loading
     reason: str = ""
     may_aim_lower: bool = False  # something that was to be staged has left the index
 
@@ -51,6 +63,8 @@ class Rising:
     tier: int
     leases: list[Lease]
     pieces: tuple[Piece, ...] = ()
+    is_reading: bool = False
+    is_probe: bool = False  # read to measure the tier, unless somebody comes to wait for it
 
 
 class Staging:
@@ -59,63 +73,96 @@ class Staging:
     def __init__(
         self,
         context: Context,
+        planner: Planner[tuple[Node, int]],
         record: Callable[[Node, int], ObjectRecord],
         remove: Callable[[int, Sequence[ObjectKey]], None],
         on_end: Callable[[Lease, int], None],
     ) -> None:
         self._context = context
+        self._planner = planner
         self._residency = context.residency
         self._record = record
         self._remove = remove
         self._on_end = on_end
         self._rising: dict[tuple[Node, int], Rising] = {}
-        self._queue: deque[tuple[Node, int]] = deque()  # what waits for the byte budget
         self._reading: dict[int, tuple[Node, int]] = {}  # ReadJob -> what it brings up
-        self.reading_bytes = 0
-        self._budget_bytes = context.limits.staging_bytes or self._residency.space.capacity_bytes // 4
+
+    def source(self, node: Node, bit: int, now_ns: int) -> int:
+        """The tier that an object which is not in the arena is read from; 0: none can be read now."""
+        readable = self._context.readable_tiers(now_ns)[1:]
+        return next((tier for tier in readable if self._residency.tier_mask(node, tier) >> bit & 1), 0)
+
+    def is_reading(self, node: Node, bit: int) -> bool:
+        rising = self._rising.get((node, bit))
+        return rising is not None and rising.is_reading
 
     def want(self, lease: Lease, node: Node, bit: int, now_ns: int) -> None:
         key = (node, bit)
         lease.awaited.add(key)
-        known = self._rising.get(key)
-        if known is not None:
-            known.leases.append(lease)
-            return
-        readable = self._context.readable_tiers(now_ns)[1:]
-        tier = next(tier for tier in readable if self._residency.tier_mask(node, tier) >> bit & 1)
-        self._rising[key] = Rising(tier, [lease])
-        self._residency.pin(node)
-        self._queue.append(key)
+        rising = self._rising.get(key)
+        if rising is None:
+            tier = self.source(node, bit, now_ns)
+            assert tier  # the hit was found through this very tier
+            rising = self._rising[key] = Rising(tier, [])
+            self._residency.pin(node)
+        rising.leases.append(lease)
+        rising.is_probe = False
+        lease.tier = max(lease.tier, rising.tier)
+        self._planner.ask(rising.tier, key, self._residency.length_bytes(node, bit), lease.id)
+
+    def hasten(self, lease: Lease) -> None:
+        """The lease's place in the order has improved."""
+        for node, bit in lease.awaited:
+            size_bytes = self._residency.length_bytes(node, bit)
+            self._planner.ask(self._rising[node, bit].tier, (node, bit), size_bytes, lease.id)
 
     def pump(self, now_ns: int) -> None:
-        """Start as many reads as the byte budget allows, in the order they were asked for."""
-        while self._queue:
-            node, bit = self._queue[0]
-            rising = self._rising[node, bit]
-            if not rising.leases:  # everybody who wanted it has gone
-                self._queue.popleft()
-                self._end(node, bit, "", now_ns)
-                continue
-            length = self._residency.length_bytes(node, bit)
-            if self.reading_bytes and self.reading_bytes + length > self._budget_bytes:
+        """Start as many reads as the planner allows."""
+        for tier, state in enumerate(self._context.tiers, 1):
+            while (key := self._planner.start(tier, state.speed.bytes_s)) is not None:
+                node, bit = key
+                pieces = self._residency.allocate(self._residency.length_bytes(node, bit))
+                if pieces is None:
+                    self._planner.ended(tier, key)
+                    self._end(node, bit, MissReason.ARENA_FULL, now_ns)
+                else:
+                    self._start(node, bit, pieces, now_ns)
+
+    def _start(self, node: Node, bit: int, pieces: tuple[Piece, ...], now_ns: int) -> None:
+        rising = self._rising[node, bit]
+        rising.pieces, rising.is_reading = pieces, True
+        self._context.tiers[rising.tier - 1].speed.began(now_ns)
+        job = ReadJob(id=self._context.new_id(), tier=rising.tier, record=self._record(node, bit), pieces=pieces)
+        self._reading[job.id] = (node, bit)
+        self._context.jobs.append(job)
+
+    def probe(self, tier: int, keys: Iterable[tuple[Node, int]], now_ns: int) -> None:
+        """Read a few objects that nobody waits for, to know how fast the tier is. Only an idle tier, only free room."""
+        if self._planner.tier_in_flight_bytes(tier):
+            return
+        for count, (node, bit) in enumerate(keys):
+            if count == PROBED_OBJECTS or (node, bit) in self._rising:
                 return
-            self._queue.popleft()
-            pieces = self._residency.allocate(length)
-            if pieces is None:
-                self._end(node, bit, MissReason.ARENA_FULL, now_ns)
-                continue
-            rising.pieces = pieces
-            self.reading_bytes += length
-            job = ReadJob(id=self._context.new_id(), tier=rising.tier, record=self._record(node, bit), pieces=pieces)
-            self._reading[job.id] = (node, bit)
-            self._context.jobs.append(job)
+            size_bytes = self._residency.length_bytes(node, bit)
+            pieces = self._residency.space.allocate(size_bytes)
+            if pieces is None or not self._planner.begin(tier, (node, bit), size_bytes):
+                self._residency.space.free(pieces or ())
+                return
+            self._rising[node, bit] = Rising(tier, [], is_probe=True)
+            self._residency.pin(node)
+            self._start(node, bit, pieces, now_ns)
 
     def read(self, job: ReadJob, outcome: Outcome, now_ns: int) -> None:
         """A ReadJob ended."""
         node, bit = self._reading.pop(job.id)
         tier = self._context.tiers[job.tier - 1]
         length = job.record.length_bytes
-        self.reading_bytes -= length
+        self._planner.ended(job.tier, (node, bit))
+        tier.speed.ended(0 if outcome.code else length, now_ns)
+        if self._rising[node, bit].is_probe:  # it was to be measured; what is wrong with it is found when it is needed
+            self._residency.space.free(job.pieces)
+            self._end(node, bit, "", now_ns)
+            return
         reason = ""
         already = self._residency.arena_mask(node) >> bit & 1
         wanted = self._residency.tier_mask(node, job.tier) >> bit & 1  # not forgotten meanwhile
@@ -137,7 +184,6 @@ class Staging:
             for lease in self._rising[node, bit].leases:
                 lease.staged_bytes += length
         self._end(node, bit, reason, now_ns)
-        self.pump(now_ns)
 
     def _read_failed(self, job: ReadJob, code: str, node: Node, bit: int, now_ns: int) -> str:
         tier = self._context.tiers[job.tier - 1]
@@ -163,10 +209,16 @@ class Staging:
                 self._on_end(lease, now_ns)
         self._residency.unpin(node)
 
-    def forget(self, lease: Lease) -> None:
-        """The lease is gone: what nobody else waits for is not brought up any more, unless its read has begun."""
-        for key in lease.awaited:
-            self._rising[key].leases.remove(lease)
+    def forget(self, lease: Lease, still: frozenset[tuple[Node, int]] = frozenset()) -> None:
+        """The lease no longer waits, but for `still`: what nobody else waits for is given up."""
+        for key in lease.awaited - still:
+            rising = self._rising[key]
+            rising.leases.remove(lease)
+            if not rising.leases and not rising.is_reading:
+                self._planner.unask(rising.tier, key)
+                del self._rising[key]
+                self._residency.unpin(key[0])
+        lease.awaited &= still
 
     def pieces(self) -> list[Piece]:
         """Every piece that a read may be writing to (for `check`)."""
@@ -175,4 +227,5 @@ class Staging:
     def check(self, leases: Iterable[Lease]) -> None:
         for lease in leases:
             assert all(lease in self._rising[key].leases for key in lease.awaited)
-        assert self.reading_bytes <= max(self._budget_bytes, self._context.limits.object_bytes)
+        assert all(rising.leases or rising.is_reading for rising in self._rising.values())
+        assert sum(piece.length for piece in self.pieces()) == self._planner.in_flight_bytes

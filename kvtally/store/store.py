@@ -18,10 +18,10 @@ import msgspec
 from kvtally.core.checksum import ALGORITHM
 from kvtally.core.namespace import FORMAT_VERSION, Namespace, canonical, decode, difference
 from kvtally.core.receipts import ReceiptBook
-from kvtally.core.residency import ARENA, ChainConflict, Node, Residency
+from kvtally.core.residency import ARENA, ChainConflict, Node, Residency, each_bit
 from kvtally.core.space import round_up
 from kvtally.errors import CapacityError
-from kvtally.store.context import Alarm, Context, Session, TierInfo, TierState
+from kvtally.store.context import Alarm, Context, Prefetched, Session, TierInfo, TierState
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, WriteJob
 from kvtally.store.reads import Reads
 from kvtally.store.tiers.base import ObjectRecord
@@ -47,6 +47,7 @@ from kvtally.wire.messages import (
     SlotsGet,
     Stats,
     StatsGet,
+    Wanted,
     Welcome,
 )
 
@@ -103,9 +104,10 @@ class Store:
         ]:
             for waiter in [entry for entry in self._fetches[ticket] if entry[0] is session]:
                 self._stop_fetch(ticket, waiter)
-        self._reads.disconnect(session)
+        self._reads.disconnect(session, now_ns)
         self._writes.disconnect(session, now_ns)
         del self._context.sessions[session_id]
+        self._reads.advance(now_ns)
 
     def writer_gone(self, session_id: int, now_ns: int) -> None:
         """The process behind a session is gone for certain: what it might have written to may be used again."""
@@ -118,8 +120,9 @@ class Store:
         session = self._context.sessions[session_id]
         if isinstance(request, Hello):
             self._hello(session, request)
-        elif isinstance(request, Lookup | SlotsGet | Release | PutBegin | PutEnd):
+        elif isinstance(request, Lookup | Wanted | SlotsGet | Release | PutBegin | PutEnd):
             self._handle_bytes(session, request, now_ns)
+            self._reads.advance(now_ns)
         elif isinstance(request, ReceiptFile):
             self._file_receipt(session, request, now_ns)
         elif isinstance(request, ReceiptGet):
@@ -132,7 +135,7 @@ class Store:
             self._reset(session, request, now_ns)
 
     def _handle_bytes(
-        self, session: Session, request: Lookup | SlotsGet | Release | PutBegin | PutEnd, now_ns: int
+        self, session: Session, request: Lookup | Wanted | SlotsGet | Release | PutBegin | PutEnd, now_ns: int
     ) -> None:
         if session.family is None:
             message = "this request needs a namespace"
@@ -143,6 +146,8 @@ class Store:
             message = "this request needs shared memory"
             remedy = "Connect over the unix socket on the store's own machine."
             self._context.refuse(session, request.id, "KV-204", message, remedy)
+        elif isinstance(request, Wanted):
+            self._reads.want(session, request, now_ns)
         elif isinstance(request, SlotsGet):
             self._reads.slots(session, request)
         elif isinstance(request, Release):
@@ -276,6 +281,14 @@ class Store:
         """Before serving: a lower tier holds this object."""
         self._learn(tier, record)
 
+    def probe(self, now_ns: int) -> None:
+        """Before serving: have a few objects of each lower tier read, to know how fast it is."""
+        for tier in range(1, self._residency.tiers):
+            families = self._residency.families.values()
+            nodes = (node for family in families for node in reversed(family.nodes.values()))
+            keys = ((node, bit) for node in nodes for bit in each_bit(self._residency.tier_mask(node, tier)))
+            self._reads.staging.probe(tier, keys, now_ns)
+
     def _learn(self, tier: int, record: ObjectRecord) -> None:
         namespace = record.namespace
         family = self._residency.families.get(namespace.digest)
@@ -306,6 +319,7 @@ class Store:
             self._reads.found(job, outcome, now_ns)
         else:
             self._writes.removed(job, outcome)
+        self._reads.advance(now_ns)
 
     def _changed(self, node: Node, now_ns: int) -> None:
         self._reads.changed(node, now_ns)
@@ -333,7 +347,9 @@ class Store:
         return count
 
     def tick(self, now_ns: int) -> int | None:
-        return self._context.alarms.run(now_ns)
+        next_ns = self._context.alarms.run(now_ns)
+        self._reads.advance(now_ns)
+        return next_ns
 
     def take_outbox(self) -> list[tuple[int, Reply]]:
         outbox, self._context.outbox = self._context.outbox, []
@@ -357,7 +373,8 @@ class Store:
                 "objects": residency.resident_objects[ARENA],
                 "evicted": residency.evicted_objects[ARENA],
                 "limbo_bytes": self._writes.limbo_bytes,
-                "staging_bytes": self._reads.staging.reading_bytes,
+                "staging_bytes": self._reads.planner.in_flight_bytes,
+                "held_bytes": sum(self._reads.planner.held_bytes),
             },
             "tiers": [self._tier_stats(number, now_ns) for number in range(1, residency.tiers)],
             "lookups": {
@@ -378,7 +395,11 @@ class Store:
                 "bytes": counts.put_bytes,
             },
             "staged": {"objects": counts.staged_objects, "bytes": counts.staged_bytes},
-            "leases": {"open": self._reads.open_leases, "expired": counts.leases_expired},
+            "leases": {
+                "open": self._reads.open_leases,
+                "waiting": self._reads.planner.waiting,
+                "expired": counts.leases_expired,
+            },
             "clients": [self._client_stats(session) for session in context.sessions.values()],
             "namespaces": [
                 {
@@ -419,6 +440,11 @@ class Store:
             "reads": tier.reads,
             "read_bytes": tier.read_bytes,
             "read_seconds": tier.read_seconds,
+            "read_bytes_s": tier.speed.bytes_s,
+            "prefetched": {outcome: tier.prefetched[outcome] for outcome in Prefetched},
+            "prefetched_bytes": {outcome: tier.prefetched_bytes[outcome] for outcome in Prefetched},
+            "hidden_seconds": tier.hidden_s,
+            "exposed_seconds": tier.exposed_s,
             "writes": tier.writes,
             "write_bytes": tier.write_bytes,
             "write_seconds": tier.write_seconds,

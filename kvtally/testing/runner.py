@@ -120,6 +120,11 @@ class Runner:
         self._llm.llm_engine.engine_core.shutdown()
 
     @property
+    def engine(self) -> Any:
+        """vLLM's own, for who wants to step it."""
+        return self._llm.llm_engine
+
+    @property
     def _core(self) -> Any:
         return self._llm.llm_engine.engine_core.engine_core
 

@@ -168,6 +168,7 @@ class Node:
             for record in tier.recover():
                 self.store.recover(number, record)
                 found.add(record.key)
+        self.store.probe(self.now_ns)
         if self.faults.flip_disk == 0:
             lost = self.durable.keys() - found
             assert not lost, f"{len(lost)} objects written to disk were lost by a restart"

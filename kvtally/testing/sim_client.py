@@ -20,6 +20,7 @@ from kvtally.wire.messages import (
     Found,
     Hello,
     Lookup,
+    MissReason,
     PutBegin,
     PutEnd,
     PutEnded,
@@ -33,6 +34,7 @@ from kvtally.wire.messages import (
     Slots,
     SlotsGet,
     Staged,
+    Wanted,
     Welcome,
 )
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 CHUNK = 64  # tokens
 ALIGNMENT = 16
+RATES = (0, 1_000, 100_000, 100_000_000)  # tokens that engines compute in a second
 
 
 class WrongByte(AssertionError):
@@ -156,9 +159,8 @@ class Client:
         """A message from the store has arrived."""
         if isinstance(reply, Staged):
             self._staged[reply.lease] = reply
-            if self._awaited_lease == reply.lease:
-                self._awaited_lease = 0
-                self._on_staged(reply)
+            if self._step is None:
+                self._go_on(reply.lease)
             return
         step, self._step = self._step, None
         assert step is not None, f"an answer nobody asked for: {reply}"
@@ -280,24 +282,49 @@ class Client:
             wait_ms=pick.choice((0, 0, 100, 3000)),
             hold=True,
             lease_ms=pick.choice((0, 50, 2000)),
+            priority=pick.choice((0, 0, -1, 5)),
+            ahead=pick.choice((0, 1, 100)),
+            early=pick.random() < 0.5,
+            prefill_tokens_s=pick.choice(RATES),
         )
-        self.ask(request, self._on_found)
+        self.ask(request, lambda reply: self._on_found(reply, early=request.early))
 
-    def _on_found(self, reply: Reply) -> None:
+    def _on_found(self, reply: Reply, *, early: bool) -> None:
         assert isinstance(reply, Found), reply
         self.node.seen["hit" if reply.end_tokens else "miss"] += 1
         if not reply.lease:
             self.finish()
-        elif reply.staging and reply.lease not in self._staged:
+        elif reply.staging:
             self._awaited_lease = reply.lease
             self.asked_ns = self.node.now_ns
-        elif reply.staging:
-            self._on_staged(self._staged[reply.lease])
+            self._go_on(reply.lease)
+            if early and self._awaited_lease:
+                self.later(lambda: self._come_to(reply.lease))
         else:
             self._get_slots(reply.lease)
 
+    def _go_on(self, lease: int) -> None:
+        """If this lease is waited for and staged: use it."""
+        if self._awaited_lease == lease and lease in self._staged:
+            self._awaited_lease = 0
+            self._on_staged(self._staged[lease])
+
+    def _come_to(self, lease: int) -> None:
+        """The scheduler gets to a request that was looked up early, or the request is aborted before."""
+        if self._awaited_lease != lease:
+            return
+        if self.node.random.random() < 0.3:
+            self.node.seen["cancelled"] += 1
+            self._awaited_lease = 0
+            self.ask(Release(7, [lease]), lambda reply: self.finish())
+        else:
+            self.node.seen["wanted"] += 1
+            rate = self.node.random.choice(RATES)
+            self.ask(Wanted(8, lease, rate), lambda reply: self._go_on(lease))
+
     def _on_staged(self, reply: Staged) -> None:
         self.node.seen["staged" if reply.end_tokens else "staging_failed"] += 1
+        self.node.seen["slow_tier"] += reply.reason == MissReason.SLOW_TIER
         if reply.end_tokens:
             self._get_slots(reply.lease)
         else:

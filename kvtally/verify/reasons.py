@@ -72,6 +72,10 @@ REASONS: dict[str, Explained] = {
         "prefill and decode made different tokens of the same text",
         "Give both the same tokenizer, chat template and truncation.",
     ),
+    MissReason.SLOW_TIER: Explained(
+        "loading it would have taken longer than computing it",
+        "See the tier's speed in `kvtally stat --json`: a faster disk helps; `connector.always_load` loads anyway.",
+    ),
     # the connector's own
     "not_asked": Explained("the engine did not ask its store for this prompt", _LOG),
     # the router's own

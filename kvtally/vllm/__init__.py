@@ -2,6 +2,7 @@
 
     connector.py   the class vLLM sees; delegates, and turns every exception into a miss
     scheduler.py   scheduler half: what to load, what to save, which blocks to hold meanwhile
+    asking.py      when a request is asked about: early, wanted, again, given up
     inquiry.py     the scheduler half's thread: chains, lookups, staging, receipts; all talk with the store
     worker.py      worker half: one thread that copies between engine blocks and arena slots
     layout.py      vLLM's KV-cache configuration → namespace and geometry

@@ -145,6 +145,8 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
             wait_ms=settings.wait_ms,
             reads=transfer.is_kv_consumer,
             saves=transfer.is_kv_producer,
+            prefetch=settings.prefetch,
+            always_load=settings.always_load,
             events=events,
         )
         groups = ", ".join(f"{spec.kind}×{len(spec.page_bytes[0])}/{spec.block_tokens}" for spec in layout.groups)

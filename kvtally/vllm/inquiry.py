@@ -1,12 +1,13 @@
 """The scheduler half's thread: everything that takes time or talks to the store, so that no engine step ever does.
 
-    scheduler half ──ask / release / file──▶ queue ──▶ this thread ──▶ store
+    scheduler half ──ask / want / cancel / release / file──▶ queue ──▶ this thread ──▶ store
     scheduler half ◀── inquiry.answer, set once ──────────┘
 
 For each inquiry: chain values of the prompt, one lookup that leases and stages, if the store knows tails beyond the hit
-one more for each that may fit until one does, then the wait until everything is in the arena. Whatever happens, an
-answer is set by the deadline; an answer of 0 tokens has a reason. What a hand-off says is being saved is asked for
-again until it is there: prefill's answer may overtake its bytes. Owns the client, which only this thread touches.
+one more for each that may fit until one does, then the wait until everything is in the arena. An inquiry that is early
+has time until the scheduler comes to its request (`want`); from then on it has a deadline, by which an answer is set
+whatever happens. An answer of 0 tokens has a reason. What a hand-off says is being saved is asked for again until it is
+there: prefill's answer may overtake its bytes. Owns the client, which only this thread touches.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ log = logging.getLogger("kvtally.vllm")
 
 IDLE_S = 0.05
 TURN_S = 0.001  # how long one look at the socket may keep new commands waiting
+EARLY_TURN_S = 0.002  # the same, while nobody waits: every look takes the interpreter from the engine
 MOST_TRIES = 4  # of tails that may be another conversation's
 AGAIN_NS = 3_000_000  # between two questions for what a hand-off promised
 LONGEST_WAIT_MS = 300  # that the store may take for such a question
@@ -44,11 +46,16 @@ class Answer(NamedTuple):
     reason: str
     wait_s: float
     attention_tokens: int = 0  # the boundary up to which all full attention is there, with or without state
+    ready_ns: int = 0  # when it was set
+    left_tokens: int = 0  # found, and not worth loading; with the two estimates that this was decided by
+    load_ms: float = 0.0
+    compute_ms: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class Inquiry:
-    """A question about one request. `answer` and `path` are set by the thread, each once."""
+    """A question about one request. `answer` and `path` are set by the thread, each once. `deadline_ns` is moved up by
+    the scheduler's thread, once, when it comes to a request that was asked about early."""
 
     tokens: Sequence[int]
     path: Path
@@ -56,6 +63,11 @@ class Inquiry:
     asked_ns: int
     full_groups: tuple[int, ...] = ()
     handoff: Handoff | None = None  # what prefill says it has saved of this prompt
+    is_early: bool = False  # asked before the scheduler came to the request
+    is_wanted: bool = False  # it has come to it
+    priority: int = 0
+    ahead: int = 0  # requests that arrived before and have not begun
+    prefill_tokens_s: int = 0  # 0: load whatever it takes
     answer: Answer | None = None
     is_cancelled: bool = False
     call: Call[Lease] | None = None
@@ -104,6 +116,15 @@ class Inquiries:
     def ask(self, inquiry: Inquiry) -> None:
         self._commands.put(lambda client: self._begin(client, inquiry))
 
+    def want(self, inquiry: Inquiry) -> None:
+        """The scheduler has come to the request."""
+        self._commands.put(lambda client: self._hasten(client, inquiry))
+
+    def cancel(self, inquiry: Inquiry) -> None:
+        """The request is over before its answer was taken: whatever is held for it, or will be, is given back."""
+        inquiry.is_cancelled = True
+        self._commands.put(lambda client: self._give_back_answer(client, inquiry))
+
     def release(self, lease: Lease) -> None:
         self._commands.put(lambda client: self._give_back(client, lease))
 
@@ -150,7 +171,7 @@ class Inquiries:
             pass
         self.store = client.session.store if client.session is not None else self.store
         if self._active:
-            client.step(TURN_S)
+            client.step(TURN_S if any(inquiry.is_wanted for inquiry in self._active) else EARLY_TURN_S)
             self._active = [inquiry for inquiry in self._active if not self._advance(client, inquiry)]
         else:
             client.poll()
@@ -194,9 +215,29 @@ class Inquiries:
         left_s = max(0.001, (inquiry.deadline_ns - time.monotonic_ns()) / 1e9)
         # Short waits, one after the other: when time is up, the last answer is there to be used.
         wait_ms = min(int(left_s * 500), LONGEST_WAIT_MS) if inquiry.promised_tokens else 0
-        chains = b"".join(inquiry.chains)
-        question = Lookup(0, chains, inquiry.ends, inquiry.limit_tokens, wait_ms=wait_ms, hold=True)
+        question = Lookup(
+            0,
+            b"".join(inquiry.chains),
+            inquiry.ends,
+            inquiry.limit_tokens,
+            wait_ms=wait_ms,
+            hold=True,
+            priority=inquiry.priority,
+            ahead=inquiry.ahead,
+            early=inquiry.is_early and not inquiry.is_wanted,
+            prefill_tokens_s=inquiry.prefill_tokens_s,
+        )
         return client.hold(question, timeout_s=left_s)
+
+    @staticmethod
+    def _hasten(client: StoreClient, inquiry: Inquiry) -> None:
+        for lease in (inquiry.lease, inquiry.shorter):
+            if inquiry.answer is None and lease is not None and not lease.is_staged:
+                Inquiries._forget(client.want(lease, prefill_tokens_s=inquiry.prefill_tokens_s))
+
+    def _give_back_answer(self, client: StoreClient, inquiry: Inquiry) -> None:
+        if inquiry.answer is not None:
+            self._give_back(client, inquiry.answer.lease)
 
     def _advance(self, client: StoreClient, inquiry: Inquiry) -> bool:
         """One inquiry's progress; True when it is answered."""
@@ -216,6 +257,8 @@ class Inquiries:
                 self._settle(client, inquiry, result.reason)
                 return True
             inquiry.lease, inquiry.call = result, None
+            if inquiry.is_early and inquiry.is_wanted and not result.is_staged:  # the scheduler came while it was asked
+                self._hasten(client, inquiry)
             if self._is_to_come(client, inquiry, result):
                 self._give_back(client, inquiry.shorter)
                 inquiry.shorter, inquiry.lease = result, None
@@ -275,6 +318,8 @@ class Inquiries:
                 self._give_back(client, lease)
         if inquiry.call is not None and inquiry.call.result is None:
             inquiry.call.cancel()
+        elif inquiry.call is not None and isinstance(inquiry.call.result, Lease):  # came with the deadline
+            self._give_back(client, inquiry.call.result)
         end = best.end_tokens if best is not None else 0
         wait_s = (time.monotonic_ns() - inquiry.asked_ns) / 1e9
         ends = [e for e in inquiry.ends if e <= end]
@@ -284,7 +329,12 @@ class Inquiries:
         attention = inquiry.attention_tokens(first.found) if first is not None else 0
         if inquiry.handoff is not None and end < inquiry.handoff.saved_tokens:
             reason = inquiry.foreign or reason
-        inquiry.answer = Answer(end, ends, best, reason, wait_s, attention)
+        answer = Answer(end, ends, best, reason, wait_s, attention, time.monotonic_ns())
+        outcome = next((lease.outcome for lease in (best, inquiry.lease) if lease is not None and lease.outcome), None)
+        if outcome is not None:
+            weighed = outcome.left_tokens, outcome.load_ms, outcome.compute_ms
+            answer = answer._replace(left_tokens=weighed[0], load_ms=weighed[1], compute_ms=weighed[2])
+        inquiry.answer = answer
 
     def _give_back(self, client: StoreClient, lease: Lease | None) -> None:
         if lease is not None:

@@ -23,13 +23,14 @@ from vllm.v1.request import RequestStatus
 from kvtally.core.geometry import NULL_BLOCK, chunk_block_range
 from kvtally.core.namespace import GroupKind
 from kvtally.core.receipts import Half, Role
+from kvtally.vllm.asking import Asking, Question
 from kvtally.vllm.events import SaveEvents
 from kvtally.vllm.handoff import Handoff, handoff_of, shorten_for_prefill
-from kvtally.vllm.inquiry import Answer, Inquiries, Inquiry
+from kvtally.vllm.inquiry import Answer, Inquiries
 from kvtally.vllm.layout import EngineLayout
 from kvtally.vllm.meta import LoadJob, LoadReport, Metadata, SaveItem, SaveJob, WorkerReport
 from kvtally.vllm.path import Boundary, Path, extras_of
-from kvtally.vllm.tally import LOOKUPS, MISSES, TOKENS, WAIT, Tally
+from kvtally.vllm.tally import MISSES, TOKENS, Tally
 from kvtally.wire.messages import MissReason
 
 if TYPE_CHECKING:
@@ -40,20 +41,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvtally.vllm")
 
-LATE_NS = 500_000_000  # how long after its deadline an inquiry is believed to be answered yet
-
 
 @dataclass(slots=True, eq=False)
-class Track:
+class Track(Question):
     """One request on its way through the engine."""
 
-    request: Request
-    path: Path
-    handoff: Handoff | None = None
     prompt_tokens: int = 0  # of the request as it came: a prefill for somebody else computes one less
-    inquiry: Inquiry | None = None
-    answer: Answer | None = None
-    is_opaque: bool = False  # its tokens do not say what its KV is (prompt embeddings): neither read nor saved
     has_failed: bool = False  # a load failed: never promise this request anything again
     load: LoadJob | None = None
     is_loading: bool = False
@@ -61,19 +54,11 @@ class Track:
     saved_chunks: int = 0  # chunks that are in the store already or on their way there
     tail_saved: bool = False
     preemptions: int = 0  # how many the request had when it was last asked about
-    is_started: bool = False  # was scheduled to be computed
     local_tokens: int = 0
     external_tokens: int = 0
     disk_tokens: int = 0
     report: LoadReport = field(default_factory=LoadReport)
-    wait_s: float = 0.0
-    reason: str = ""
     is_filed: bool = False  # its half of the receipt is on its way
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether it computes a prompt for another engine."""
-        return self.handoff is not None and self.handoff.role is Role.PREFILL
 
 
 class SchedulerHalf:
@@ -91,13 +76,13 @@ class SchedulerHalf:
         wait_ms: int,
         reads: bool = True,
         saves: bool = True,
+        prefetch: bool = True,
+        always_load: bool = False,
         events: SaveEvents | None = None,
     ) -> None:
         self._layout = layout
         self._inquiries = inquiries
         self._world_size = world_size
-        self._wait_ns = wait_ms * 1_000_000
-        self._reads = reads
         self._saves = saves
         self._manager: KVCacheManager | None = None
         self._pool: BlockPool | None = None
@@ -110,12 +95,20 @@ class SchedulerHalf:
         self._late_saves: list[SaveJob] = []  # of finished requests, for the next step
         self._last_job = 0
         self._has_states = any(spec.kind is GroupKind.RECURRENT for spec in layout.groups)
-        self._full_groups = tuple(g for g, spec in enumerate(layout.groups) if spec.kind is GroupKind.FULL)
         self._attention = [g for g, spec in enumerate(layout.groups) if spec.kind is not GroupKind.RECURRENT]
         self._recurrent = [g for g, spec in enumerate(layout.groups) if spec.kind is GroupKind.RECURRENT]
         self._group_of = {group_id: g for g, group_id in enumerate(layout.group_ids)}
         self.tally = Tally()
         self.events = events
+        self._asking = Asking(
+            inquiries,
+            self.tally,
+            full_groups=tuple(g for g, spec in enumerate(layout.groups) if spec.kind is GroupKind.FULL),
+            wait_ms=wait_ms,
+            reads=reads,
+            prefetch=prefetch,
+            always_load=always_load,
+        )
 
     def bind(self, manager: KVCacheManager) -> None:
         self._manager = manager
@@ -129,27 +122,12 @@ class SchedulerHalf:
             return
         path = Path(self._layout.namespace.chunk_tokens, extras_of(request))
         handoff = handoff_of(request.kv_transfer_params)
-        track = Track(request, path, handoff, request.num_prompt_tokens, is_opaque=request.prompt_embeds is not None)
+        is_opaque = request.prompt_embeds is not None
+        track = Track(request, path, handoff, is_opaque, prompt_tokens=request.num_prompt_tokens)
         self._tracks[request.request_id] = track
         if track.is_prefill and self._saves and not request.resumable:
             shorten_for_prefill(request)
-        if not request.resumable:  # the tokens of a streaming input are not complete yet: asked when they are scheduled
-            self._ask(track)
-
-    def _ask(self, track: Track) -> None:
-        request = track.request
-        if track.is_opaque or request.skip_reading_prefix_cache or not self._reads:
-            track.answer = Answer(0, [], None, MissReason.REFUSED, 0.0)
-            track.reason = MissReason.REFUSED
-            self.tally.count(MISSES, MissReason.REFUSED)
-            return
-        tokens: Sequence[int] = request.prompt_token_ids or []
-        if request.num_output_tokens:  # resumed after preemption: prompt and answer so far
-            tokens = list(request.all_token_ids)
-        now_ns = time.monotonic_ns()
-        given = track.handoff if not track.is_prefill and not request.num_output_tokens else None
-        track.inquiry = Inquiry(tokens, track.path, now_ns + self._wait_ns, now_ns, self._full_groups, given)
-        self._inquiries.ask(track.inquiry)
+        self._asking.arrived(track)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond `computed_tokens` may be loaded; None while that is not known yet."""
@@ -158,26 +136,15 @@ class SchedulerHalf:
             return 0, False
         if request.num_preemptions > track.preemptions and not track.is_loading:  # a new life: ask again
             self._let_go(track)
-            track.preemptions, track.answer, track.inquiry = request.num_preemptions, None, None
+            track.preemptions = request.num_preemptions
+            self._asking.again(track)
         if track.answer is None:
-            if track.inquiry is None:
-                self._ask(track)
-            answer = track.inquiry.answer if track.inquiry is not None else track.answer
-            if (
-                answer is None
-                and track.inquiry is not None
-                and time.monotonic_ns() > track.inquiry.deadline_ns + LATE_NS
-            ):
-                track.inquiry.is_cancelled = True  # its thread has failed, or is not given the processor
-                answer = Answer(0, [], None, MissReason.DEADLINE, self._wait_ns / 1e9)
+            answer = self._asking.answer(track)
             if answer is None:
                 time.sleep(0)  # let the inquiry thread have the interpreter: an idle scheduler asks in a tight loop
                 return None, False
             track.answer = answer
             self._ask_for_state(request, answer)
-            track.wait_s = answer.wait_s
-            track.reason = answer.reason
-            self._count_answer(answer)
             known = answer.end_tokens // self._layout.namespace.chunk_tokens
             track.saved_chunks = max(track.saved_chunks, known)
         lease = track.answer.lease
@@ -191,14 +158,6 @@ class SchedulerHalf:
         if external > 0:
             return external, True
         return (None, False) if self._state_lags(request, track.answer.end_tokens) else (0, False)
-
-    def _count_answer(self, answer: Answer) -> None:
-        if not answer.end_tokens and not answer.reason:  # too short to be asked about
-            return
-        self.tally.count(LOOKUPS, "hit" if answer.end_tokens else "miss")
-        self.tally.observe(WAIT, answer.wait_s)
-        if answer.reason:
-            self.tally.count(MISSES, answer.reason)
 
     def _ask_for_state(self, request: Request, answer: Answer) -> None:
         """Where the store has attention but no state, let vLLM make one while it passes there.
@@ -271,6 +230,7 @@ class SchedulerHalf:
 
     def build_metadata(self, output: SchedulerOutput) -> Metadata:
         self._diverging, self._diverge_again = self._diverge_again, True
+        self._asking.step_launched(sum(output.num_scheduled_tokens.values()))
         saves: list[SaveJob] = []
         is_planned = False
         try:
@@ -294,7 +254,7 @@ class SchedulerHalf:
             if track is None or tables is None:
                 continue
             if not track.is_started:  # what it begins with was not computed here: ours, or the engine's own
-                track.is_started = True
+                self._asking.began(track)
                 track.local_tokens = max(0, track.request.num_computed_tokens - track.external_tokens)
             computed_end = track.request.num_computed_tokens + count
             if computed_end >= track.request.num_prompt_tokens and not track.is_prefill:
@@ -384,7 +344,8 @@ class SchedulerHalf:
                 self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
 
     def update(self, report: WorkerReport) -> None:
-        """News from the workers, all ranks together."""
+        """News from the workers, all ranks together: a step is done."""
+        self._asking.step_done()
         if self.events is not None:
             for job, ranks in report.stored.items():
                 self.events.stored(job, ranks)
@@ -434,9 +395,7 @@ class SchedulerHalf:
         for track in self._tracks.values():
             if track.is_loading:
                 continue
-            if track.answer is None and track.inquiry is not None:
-                track.inquiry.is_cancelled = True
-                track.answer = track.inquiry.answer or Answer(0, [], None, MissReason.ABSENT, 0.0)
+            self._asking.forget(track)
             self._let_go(track)
         is_quiet = not self.is_busy and not any(track.is_loading for track in self._tracks.values())
         return self._inquiries.reset(timeout_s) and is_quiet
@@ -448,10 +407,7 @@ class SchedulerHalf:
         track = self._tracks.pop(request.request_id, None)
         if track is None:
             return None
-        if track.inquiry is not None and track.answer is None:
-            track.inquiry.is_cancelled = True
-            if track.inquiry.answer is not None and track.inquiry.answer.lease is not None:
-                self._inquiries.release(track.inquiry.answer.lease)
+        self._asking.ended(track)
         if not track.is_loading:
             self._let_go(track)
         elif track.answer is not None and track.answer.lease is not None:
@@ -533,6 +489,7 @@ class SchedulerHalf:
 
     def _half(self, track: Track, role: Role) -> Half:
         reused = track.local_tokens + track.external_tokens
+        weighed = track.answer
         return Half(
             role=role,
             request=track.request.request_id,
@@ -546,4 +503,8 @@ class SchedulerHalf:
             load_ms=track.report.seconds * 1e3,
             verified=track.external_tokens > 0 and track.report.verified,
             reason=track.reason,
+            exposed_ms=track.exposed_s * 1e3,
+            left_tokens=weighed.left_tokens if weighed is not None else 0,
+            load_estimate_ms=weighed.load_ms if weighed is not None else 0.0,
+            compute_estimate_ms=weighed.compute_ms if weighed is not None else 0.0,
         )

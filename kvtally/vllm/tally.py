@@ -38,12 +38,20 @@ BYTES = Count("bytes", "Bytes copied between engine and store.", "direction", ("
 MISSES = Count(
     "misses", "Prompts of which less than possible was reused, and loads that failed.", "reason", tuple(MissReason)
 )
+PREFETCHES = Count(
+    "prefetches",
+    "Prompts of which something was staged: before the engine came to them or after, for nothing, given up, or not "
+    "worth it.",
+    "outcome",
+    ("in_time", "late", "wasted", "cancelled", "skipped"),
+)
 WAIT = Duration("wait_seconds", "From the arrival of a prompt until its hit was known and staged in host memory.")
+EXPOSED = Duration("exposed_seconds", "Of that: after the scheduler had come to the request.")
 LOAD = Duration("load_seconds", "One load of one request by one worker.")
 SAVE = Duration("save_seconds", "One save of one request's step by one worker.")
 
-COUNTS = (LOOKUPS, TOKENS, BYTES, MISSES)
-DURATIONS = (WAIT, LOAD, SAVE)
+COUNTS = (LOOKUPS, TOKENS, BYTES, MISSES, PREFETCHES)
+DURATIONS = (WAIT, EXPOSED, LOAD, SAVE)
 
 Counts = Mapping[str, Mapping[str, int]]  # metric -> label value -> sum
 Seconds = Mapping[str, Sequence[float]]  # metric -> observations

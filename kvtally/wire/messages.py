@@ -41,6 +41,7 @@ class MissReason(StrEnum):
     FOREIGN_STORE = "foreign_store"  # handed over through another store than this engine's
     FOREIGN_NAMESPACE = "foreign_namespace"  # handed over by an engine whose bytes this one cannot read
     OTHER_TOKENS = "other_tokens"  # prefill and decode saw different tokens
+    SLOW_TIER = "slow_tier"  # loading it would have taken longer than computing it
 
 
 # ---- handshake
@@ -104,6 +105,10 @@ class Lookup(Message, frozen=True, tag="lookup"):
     wait_ms: int = 0  # wait so long for pending objects that would lengthen the hit
     hold: bool = False
     lease_ms: int = 0  # 0: the longest allowed
+    priority: int = 0  # of the request; a smaller one goes first
+    ahead: int = 0  # requests that the engine has yet to begin before this one
+    early: bool = False  # the engine has not come to this request yet; it says `Wanted` when it has
+    prefill_tokens_s: int = 0  # what the engine computes in a second, to be weighed against loading; 0: load anyway
 
 
 class Found(Message, frozen=True, tag="found"):
@@ -132,6 +137,20 @@ class Staged(Message, frozen=True, tag="staged"):
     disk_tokens: int = 0  # of the hit: tokens that came from a lower tier
     staged_bytes: int = 0
     wait_ns: int = 0
+    left_tokens: int = 0  # found beyond `end_tokens`, and not worth loading
+    load_ms: float = 0.0  # estimate, when the engine came to the request: to load all that was found
+    compute_ms: float = 0.0  # estimate: to compute it instead
+
+
+class Wanted(Message, frozen=True, tag="wanted"):
+    """The engine has come to a request that was looked up early: it waits from now on. Answered by `Done`.
+
+    What is still to be staged goes before what is early, or is left where computing it is faster.
+    """
+
+    id: int
+    lease: int
+    prefill_tokens_s: int = 0  # as in Lookup
 
 
 class SlotsGet(Message, frozen=True, tag="slots_get"):
@@ -276,7 +295,20 @@ class ResetDone(Message, frozen=True, tag="reset_done"):
     objects: int
 
 
-Request = Hello | Lookup | SlotsGet | Release | PutBegin | PutEnd | ReceiptFile | ReceiptGet | Ping | StatsGet | Reset
+Request = (
+    Hello
+    | Lookup
+    | Wanted
+    | SlotsGet
+    | Release
+    | PutBegin
+    | PutEnd
+    | ReceiptFile
+    | ReceiptGet
+    | Ping
+    | StatsGet
+    | Reset
+)
 Reply = (
     Greeting | Welcome | Refused | Found | Staged | Slots | Done | PutSlots | PutEnded | Receipts | Stats | ResetDone
 )

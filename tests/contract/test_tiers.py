@@ -20,6 +20,7 @@ from kvtally.errors import IntegrityError, TierError
 from kvtally.store.tiers.base import ObjectRecord, Tier
 from kvtally.store.tiers.disk import DiskTier
 from kvtally.store.tiers.files import open_disk
+from kvtally.store.tiers.limited import LimitedTier
 from kvtally.testing.tiers import MemoryDevice, MemoryTier, sample_namespace, sample_record
 from kvtally.wire.limits import MIB
 
@@ -55,10 +56,10 @@ class Kit:
             return DiskTier(self._device, capacity_bytes)
         if self._memory is None:
             self._memory = MemoryTier(capacity_bytes, enumerable=self.enumerable)
-        return self._memory
+        return LimitedTier(self._memory, 1 << 40) if self.kind == "limited" else self._memory
 
 
-@pytest.fixture(params=["memory", "shared", "disk on memory", "disk on files"])
+@pytest.fixture(params=["memory", "limited", "shared", "disk on memory", "disk on files"])
 def kit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kit]:
     kit = Kit(request.param, tmp_path)
     yield kit

@@ -167,12 +167,10 @@ class StoreProcess:
         }
 
     def connector(self, *, wait_ms: int = 30_000) -> ConnectorUnderTest:
-        """By default it waits as long as a busy machine may take: what is tested is not its patience."""
-        config = {
-            "kv_connector": "KVTally",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"store": self.socket, "autostart": False, "wait_ms": wait_ms},
-        }
+        """By default it waits as long as a busy machine may take, and loads what a tiny model computes faster: what is
+        tested is neither its patience nor its judgement."""
+        settings = {"store": self.socket, "autostart": False, "wait_ms": wait_ms, "always_load": True}
+        config = {"kv_connector": "KVTally", "kv_role": "kv_both", "kv_connector_extra_config": settings}
         return ConnectorUnderTest(
             name="KVTally",
             kv_transfer_config=config,

@@ -37,6 +37,7 @@ from kvtally.wire.messages import (
     Reset,
     SlotsGet,
     StatsGet,
+    Wanted,
 )
 
 CHUNK = 64
@@ -109,6 +110,7 @@ class Hostile:
             (26, self._put_begin),
             (16, self._put_end),
             (9, self._release),
+            (4, self._wanted),
             (9, self._slots_get),
             (4, self._receipt_file),
             (4, self._receipt_get),
@@ -181,6 +183,10 @@ class Hostile:
             number(random.choice((0, 0, 20))),
             random.random() < 0.7,
             number(random.choice((0, 5))),
+            number(random.choice((0, -3))),
+            number(random.choice((0, 40))),
+            random.random() < 0.5,
+            number(random.choice((0, 1000))),
         )
 
     def _put_begin(self) -> PutBegin:
@@ -214,6 +220,9 @@ class Hostile:
 
     def _known_put(self) -> tuple[int, int]:
         return self.random.choice(self._puts)
+
+    def _wanted(self) -> Wanted:
+        return Wanted(self.number(7), self._lease(), self.number(1000))
 
     def _release(self) -> Release:
         return Release(self.number(7), self.some(2, self._lease), self.some(3, self._bad))

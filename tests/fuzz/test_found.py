@@ -110,27 +110,29 @@ class Node:
 
 def test_staging_a_lower_boundary_instead_ends_when_the_arena_is_full() -> None:
     """It went round for ever: the first failure's reason stayed, so each "arena full" was a reason to try again."""
-    first, second = chain(1), chain(2, chain(1))
-    others = [chain(3), chain(4)]
+    first, second, other = chain(1), chain(2, chain(1)), chain(3)
     node = Node(
         record(HYBRID, first, ROOT_CHAIN, 0),
         record(HYBRID, first, ROOT_CHAIN, 0, group=1),
         record(HYBRID, second, first, 64),
         record(HYBRID, second, first, 64, group=1),
-        *(record(PLAIN, other, ROOT_CHAIN, 0) for other in others),
-        granules=3,
+        record(PLAIN, other, ROOT_CHAIN, 0),
+        granules=12,
         limits=Limits(staging_bytes=GRANULE),
     )
-    hybrid, plain = node.connect(HYBRID), node.connect(PLAIN)
+    hybrid, plain, writers = node.connect(HYBRID), node.connect(PLAIN), [node.connect(PLAIN), node.connect(PLAIN)]
     node.ask(hybrid, Lookup(3, first + second, [64, 128], 128, hold=True))
-    for other in others:
-        node.ask(plain, Lookup(4, other, [64], 64, hold=True))
-    for code in ("", "", "KV-401", ""):  # attention arrives; the state does not verify, and is removed
-        assert node.finish(code) == []
-    # The state one boundary before would do, but others' objects take the places in the arena that are left.
-    replies = node.finish() + node.finish()
+    node.ask(hybrid, Lookup(5, first + second, [64, 128], 128, have=[0, 128], hold=True))  # keeps attention there
+    assert node.finish() == []
+    assert len(node.finish()) == 1
+    node.ask(plain, Lookup(4, other, [64], 64, hold=True, priority=-1))
+    for number in range(9):  # the rest of the arena
+        node.begin(writers[number % 2], chain(10 + number))
+    assert node.finish("KV-401") == []  # the state does not verify, and is removed
+    # The state one boundary before would do, but somebody else's object takes the place in the arena that is left.
+    assert isinstance(node.jobs.pop(0), RemoveJob)
+    replies = node.finish()
     assert [(reply.end_tokens, reply.reason) for reply in replies if isinstance(reply, Staged)] == [
-        (64, ""),
         (64, ""),
         (0, MissReason.CHECKSUM),
     ]

@@ -25,7 +25,10 @@ PURE_MAY_IMPORT = {
     *("itertools", "math", "operator", "struct", "sys", "typing"),
 }
 # Programs that other processes start inside an engine's environment; nothing imports them.
-INSIDE_ENGINES = ("kvtally.testing.runner", "kvtally.bench.repeat_engine", "kvtally.bench.gpu_engine")
+INSIDE_ENGINES = (
+    "kvtally.testing.runner",
+    *("kvtally.bench.repeat_engine", "kvtally.bench.prefetch_engine", "kvtally.bench.gpu_engine"),
+)
 SIBLINGS = ("kvtally.store", "kvtally.router", "kvtally.vllm")
 ENGINE_SIDE = ("kvtally.client", "kvtally.connection", "kvtally.link", "kvtally.shm", "kvtally.device")
 PICKLES = ("pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve")

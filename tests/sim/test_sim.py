@@ -14,6 +14,7 @@ FAST_SEEDS = 150
 ALL_SEEDS = int(os.environ.get("KVTALLY_SIM_SEEDS", "10000"))
 # What must have happened often enough in a batch for its success to mean anything.
 COVERED = ("verified", "staged", "rejected", "kill_store", "crash_client", "stop_client", "drop_connection")
+COVERED += ("wanted", "cancelled", "slow_tier")
 ALSO_COVERED = ("KV-401", "KV-601", "KV-602", "scribble", "bad", "flip_disk", "fail_disk", "staging_failed")
 
 

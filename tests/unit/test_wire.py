@@ -45,11 +45,16 @@ PREFILL = Half(
     load_ms=2.5,
     verified=True,
     reason="absent",
+    exposed_ms=3.5,
+    left_tokens=10,
+    load_estimate_ms=4.5,
+    compute_estimate_ms=5.5,
 )
 LIMITS = Limits(**{field: value for value, field in enumerate(Limits.__struct_fields__, start=1)})
 EXAMPLES: tuple[m.Request | m.Reply, ...] = (
     m.Hello(1, 2, "engine", b"{}", b"\x01\x02", b"\x03"),
-    m.Lookup(1, bytes(range(64)), [256, 300], 299, 16, [1, 2], 3, True, 4),
+    m.Lookup(1, bytes(range(64)), [256, 300], 299, 16, [1, 2], 3, True, 4, -5, 6, True, 7),
+    m.Wanted(1, 2, 3),
     m.SlotsGet(1, 2, 3),
     m.Release(1, [2, 3], [(4, 5, 6, 7)]),
     m.PutBegin(1, [m.PutObject(b"\x01", b"\x02", 3, 4, 5, 6, 7)]),
@@ -63,7 +68,7 @@ EXAMPLES: tuple[m.Request | m.Reply, ...] = (
     m.Welcome(1, 2, b"\x03"),
     m.Refused(1, "KV-204", "what", "remedy"),
     m.Found(1, 2, 3, 4, 5, [b"\x06"], [7], "absent", 8),
-    m.Staged(1, 2, 3, "checksum", 4, 5, 6),
+    m.Staged(1, 2, 3, "checksum", 4, 5, 6, 7, 1.5, 2.5),
     m.Slots(1, [m.Slot(2, 3, 4, 2**64 - 1, [5, 6])], "lease_expired"),
     m.Done(1),
     m.PutSlots(1, [m.PutSlot(m.PutStatus.PENDING, 2, [3, 4])]),

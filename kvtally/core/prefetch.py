@@ -1,0 +1,335 @@
+"""Prefetch: who is staged next, how much at once, and whether loading is worth it.
+
+A *wish* is a lease that is to be granted: all that its hit needs is held in the arena, what is not there is read first.
+
+    join ─▶ queue of its lane ──admit: room in the lane──▶ admitted ──ask──▶ queue of a tier ──start──▶ read
+                 ▲ want: the engine has come to it            └─ leave: read, cancelled or expired
+
+*Lanes.* A wish stands in the lane of the lowest tier it reads from (0: everything is in the arena already). Lanes share
+nothing, neither room nor order: wishes that wait for a slow tier take nothing from the others.
+
+*Order.* Who is wanted now comes before who is early. Then `turn`: arrival, moved back by the requests that are ahead in
+the engine's queue and moved by priority. Both moves are bounded, so everybody is overtaken only so many times. The
+first one in a lane that does not fit stops its lane: nobody small overtakes somebody large for ever.
+
+*Budgets.* Distinct bytes held for the admitted wishes of a lane stay within its share, and within three quarters of it
+for those that are early: who is wanted now finds room. Reads in flight stay within a tier's share, and within what the
+tier can deliver in a moment, so that somebody urgent does not wait behind a long queue inside the tier. A wish or a
+read that is larger than a whole share goes alone.
+
+No clock, no I/O: times are arguments. Neighbours: `store.staging` (carries it out), `hits` (what a hit needs).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+MOST_AHEAD = 1 << 16
+MOST_PRIORITY = 16
+LEVEL_TURNS = 1_024  # what one level of priority is worth, in places of the queue
+MOMENT_S = 0.1  # how much a tier is given to do at once
+FEWEST_READS = 3  # in flight however slow a tier is: one for each of its reader threads
+KEPT = 0.97  # of what was measured before, with each measurement
+
+Part = TypeVar("Part", bound=Hashable)
+
+
+class Rank(NamedTuple):
+    """Place in a queue; the smallest is next. No two wishes have the same."""
+
+    is_early: bool
+    turn: int
+    wish: int
+
+
+def turn(arrival: int, *, ahead: int, priority: int) -> int:
+    """Arrivals count up by one. As in vLLM a smaller priority goes first."""
+    level = max(-MOST_PRIORITY, min(priority, MOST_PRIORITY))
+    return arrival + max(0, min(ahead, MOST_AHEAD)) + LEVEL_TURNS * level
+
+
+@dataclass(slots=True)
+class Lane(Generic[Part]):
+    waiting: dict[int, Rank] = field(default_factory=dict)
+    order: list[Rank] = field(default_factory=list)  # a heap; entries that `waiting` does not know are stale
+    admitted: dict[int, Mapping[Part, int]] = field(default_factory=dict)
+    holders: dict[Part, int] = field(default_factory=dict)  # admitted wishes that need the part
+    held_bytes: int = 0
+
+    def push(self, rank: Rank) -> None:
+        self.waiting[rank.wish] = rank
+        heapq.heappush(self.order, rank)
+        if len(self.order) > 2 * len(self.waiting) + 64:
+            self.order = sorted(self.waiting.values())
+
+    def hold(self, wish: int, sizes: Mapping[Part, int]) -> None:
+        self.admitted[wish] = sizes
+        for part, size in sizes.items():
+            count = self.holders.get(part, 0)
+            self.held_bytes += 0 if count else size
+            self.holders[part] = count + 1
+
+    def let_go(self, wish: int) -> None:
+        for part, size in self.admitted.pop(wish).items():
+            self.holders[part] -= 1
+            if not self.holders[part]:
+                del self.holders[part]
+                self.held_bytes -= size
+
+
+@dataclass(slots=True)
+class TierQueue(Generic[Part]):
+    waiting: dict[Part, tuple[Rank, int]] = field(default_factory=dict)  # rank and size
+    order: list[tuple[Rank, int, Part]] = field(default_factory=list)  # a heap, as in Lane; a number orders a wish's
+    in_flight: dict[Part, int] = field(default_factory=dict)
+    in_flight_bytes: int = 0
+
+
+class Planner(Generic[Part]):
+    """One store's. `tiers` lower tiers; parts are whatever the caller names them, each of one tier."""
+
+    def __init__(self, *, tiers: int, arena_bytes: int, in_flight_bytes: int) -> None:
+        self.share_bytes = arena_bytes // (tiers + 1)
+        self.early_bytes = self.share_bytes * 3 // 4
+        self.in_flight_share_bytes = in_flight_bytes // max(1, tiers)
+        self._lanes: list[Lane[Part]] = [Lane() for _ in range(tiers + 1)]
+        self._tiers: list[TierQueue[Part]] = [TierQueue() for _ in range(tiers + 1)]  # the arena's stays empty
+        self._lane_of: dict[int, int] = {}
+        self._ranks: dict[int, Rank] = {}
+        self._arrivals = 0
+        self._asked = 0
+
+    # ---- wishes
+
+    def join(self, wish: int, lane: int, *, ahead: int = 0, priority: int = 0, is_early: bool = False) -> None:
+        self._arrivals += 1
+        rank = Rank(is_early, turn(self._arrivals, ahead=ahead, priority=priority), wish)
+        self._lane_of[wish], self._ranks[wish] = lane, rank
+        self._lanes[lane].push(rank)
+
+    def want(self, wish: int) -> None:
+        """The engine has come to this one. What it has asked for already is to be asked for again."""
+        rank = self._ranks[wish]._replace(is_early=False)
+        self._ranks[wish] = rank
+        lane = self._lanes[self._lane_of[wish]]
+        if wish in lane.waiting:
+            lane.push(rank)
+
+    def next(self, lane: int) -> int | None:
+        """Who is first in a lane's queue."""
+        queue = self._lanes[lane]
+        while queue.order:
+            rank = queue.order[0]
+            if queue.waiting.get(rank.wish) == rank:
+                return rank.wish
+            heapq.heappop(queue.order)
+        return None
+
+    def admit(self, wish: int, sizes: Mapping[Part, int]) -> bool:
+        """Whether there is room for all that `wish` needs; then it is held. Also for one that needs something else."""
+        lane = self._lanes[self._lane_of[wish]]
+        was_admitted = lane.admitted.get(wish)
+        if was_admitted is not None:
+            lane.let_go(wish)
+        limit = self.early_bytes if self._ranks[wish].is_early else self.share_bytes
+        new_bytes = sum(size for part, size in sizes.items() if part not in lane.holders)
+        fits = not lane.admitted or lane.held_bytes + new_bytes <= limit
+        if fits:
+            lane.waiting.pop(wish, None)
+            lane.hold(wish, sizes)
+        elif was_admitted is not None:
+            lane.hold(wish, was_admitted)
+        return fits
+
+    def leave(self, wish: int) -> None:
+        """Waiting or admitted, it is over. Unknown wishes are ignored."""
+        number = self._lane_of.pop(wish, None)
+        if number is None:
+            return
+        del self._ranks[wish]
+        lane = self._lanes[number]
+        if lane.waiting.pop(wish, None) is None:
+            lane.let_go(wish)
+
+    def is_known(self, wish: int) -> bool:
+        return wish in self._lane_of
+
+    # ---- reads
+
+    def ask(self, tier: int, part: Part, size_bytes: int, wish: int) -> None:
+        """An admitted wish needs this part from below; of several askers the first in order counts."""
+        queue, rank = self._tiers[tier], self._ranks[wish]
+        if part in queue.in_flight or (part in queue.waiting and queue.waiting[part][0] <= rank):
+            return
+        self._asked += 1
+        queue.waiting[part] = (rank, size_bytes)
+        heapq.heappush(queue.order, (rank, self._asked, part))
+
+    def unask(self, tier: int, part: Part) -> None:
+        """Nobody needs it any more. A read that has begun goes on."""
+        queue = self._tiers[tier]
+        queue.waiting.pop(part, None)
+        if len(queue.order) > 2 * len(queue.waiting) + 64:
+            queue.order = [entry for entry in queue.order if queue.waiting.get(entry[2], (None,))[0] == entry[0]]
+            heapq.heapify(queue.order)
+
+    def start(self, tier: int, speed_bytes_s: float) -> Part | None:
+        """The read to begin now, which is in flight from now on; None where the tier has enough to do, or nothing."""
+        queue = self._tiers[tier]
+        while queue.order:
+            rank, _, part = queue.order[0]
+            known, size = queue.waiting.get(part, (None, 0))
+            if known == rank:
+                if not self._has_room(queue, size, speed_bytes_s):
+                    return None
+                heapq.heappop(queue.order)
+                del queue.waiting[part]
+                queue.in_flight[part] = size
+                queue.in_flight_bytes += size
+                return part
+            heapq.heappop(queue.order)
+        return None
+
+    def begin(self, tier: int, part: Part, size_bytes: int) -> bool:
+        """A read that no wish has asked for; False where the tier has enough to do."""
+        queue = self._tiers[tier]
+        if queue.in_flight and queue.in_flight_bytes + size_bytes > self.in_flight_share_bytes:
+            return False
+        queue.in_flight[part] = size_bytes
+        queue.in_flight_bytes += size_bytes
+        return True
+
+    def ended(self, tier: int, part: Part) -> None:
+        queue = self._tiers[tier]
+        queue.in_flight_bytes -= queue.in_flight.pop(part)
+
+    def _has_room(self, queue: TierQueue[Part], size_bytes: int, speed_bytes_s: float) -> bool:
+        """Within its share; and, once its speed is known (not 0), within a moment's work."""
+        if not queue.in_flight:
+            return True
+        after = queue.in_flight_bytes + size_bytes
+        if after > self.in_flight_share_bytes:
+            return False
+        is_short = len(queue.in_flight) < FEWEST_READS or not speed_bytes_s
+        return is_short or after <= speed_bytes_s * MOMENT_S
+
+    def backlog_bytes(self, tier: int, wish: int) -> int:
+        """What the tier reads before this wish's parts, others' and its own that are in flight not told apart."""
+        queue, rank = self._tiers[tier], self._ranks[wish]
+        return queue.in_flight_bytes + sum(size for before, size in queue.waiting.values() if before < rank)
+
+    # ---- for people and for checks
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return sum(queue.in_flight_bytes for queue in self._tiers)
+
+    def tier_in_flight_bytes(self, tier: int) -> int:
+        return self._tiers[tier].in_flight_bytes
+
+    @property
+    def held_bytes(self) -> list[int]:
+        """By lane."""
+        return [lane.held_bytes for lane in self._lanes]
+
+    @property
+    def waiting(self) -> int:
+        return sum(len(lane.waiting) for lane in self._lanes)
+
+    def check_budgets(self) -> None:
+        """What holds after every step; a few comparisons, so the store asserts it there."""
+        for lane in self._lanes:
+            assert lane.held_bytes <= self.share_bytes or len(lane.admitted) == 1
+        for queue in self._tiers:
+            assert queue.in_flight_bytes <= self.in_flight_share_bytes or len(queue.in_flight) == 1
+
+    def check(self) -> None:
+        """Assert every invariant. Linear; for tests and simulation."""
+        self.check_budgets()
+        for lane in self._lanes:
+            distinct: dict[Part, int] = {}
+            for sizes in lane.admitted.values():
+                distinct.update(sizes)
+            assert lane.held_bytes == sum(distinct.values()) and lane.holders.keys() == distinct.keys()
+            assert not lane.waiting.keys() & lane.admitted.keys()
+        known = {wish for lane in self._lanes for wish in (*lane.waiting, *lane.admitted)}
+        assert known == self._lane_of.keys() == self._ranks.keys()
+        for queue in self._tiers:
+            assert queue.in_flight_bytes == sum(queue.in_flight.values())
+            assert not queue.in_flight.keys() & queue.waiting.keys()
+
+
+class Speed:
+    """What a tier really delivers, all its readers together: bytes over the time in which it had something to do."""
+
+    def __init__(self) -> None:
+        self._bytes = 0.0
+        self._ns = 0.0
+        self._busy = 0
+        self._since_ns = 0
+        self.measured_ns: int | None = None  # when last
+
+    @property
+    def bytes_s(self) -> float:
+        """0: not known yet."""
+        return self._bytes / self._ns * 1e9 if self._ns else 0.0
+
+    def began(self, now_ns: int) -> None:
+        if not self._busy:
+            self._since_ns = now_ns
+        self._busy += 1
+
+    def ended(self, size_bytes: int, now_ns: int) -> None:
+        """A read is over; one that failed brought 0 bytes and measures nothing."""
+        self._busy -= 1
+        if size_bytes:
+            self._bytes = self._bytes * KEPT + size_bytes
+            self._ns = self._ns * KEPT + now_ns - self._since_ns
+            self.measured_ns = now_ns
+        self._since_ns = now_ns
+
+
+class Rate:
+    """Tokens that an engine computes in a second, over its latest steps."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._s = 0.0
+
+    @property
+    def tokens_s(self) -> float:
+        """0: not known yet."""
+        return self._tokens / self._s if self._s else 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self._tokens = self._tokens * KEPT + tokens
+        self._s = self._s * KEPT + seconds
+
+
+class Option(NamedTuple):
+    """A boundary that could be promised, and how long it takes until everything below it is in the arena."""
+
+    end_tokens: int
+    load_s: float
+
+
+class Choice(NamedTuple):
+    """What to promise; with it, of the longest option: how long to load it, how long to compute it instead."""
+
+    end_tokens: int
+    load_s: float
+    compute_s: float
+
+
+def worth_loading(options: Sequence[Option], tokens_s: float) -> Choice:
+    """The boundary after which the whole prompt is done soonest; of equals the longest.
+
+    `options` rise, and begin with what is in the arena already, which takes no time. What is not loaded is computed at
+    `tokens_s`.
+    """
+    ready, longest = options[0], options[-1]
+    best = min(reversed(options), key=lambda option: option.load_s - option.end_tokens / tokens_s)
+    return Choice(best.end_tokens, longest.load_s, (longest.end_tokens - ready.end_tokens) / tokens_s)

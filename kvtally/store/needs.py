@@ -1,0 +1,54 @@
+"""A lookup's path through the index, its hit, and the objects that the hit needs: `core.hits` applied to a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtally.core.hits import Hit, longest_hit, needed
+from kvtally.core.residency import Family, Node, Residency
+from kvtally.wire.messages import Lookup
+
+
+def path_of(residency: Residency, family: Family, request: Lookup) -> list[Node | None]:
+    """The nodes of a prompt. A chain value that is known to end elsewhere is not what was asked for; so no node can
+    occur twice, either."""
+    known = zip(residency.path(family, request.chains), request.ends, strict=True)
+    return [node if node is not None and node.end == end else None for node, end in known]
+
+
+def hit_of(family: Family, request: Lookup, rows: Sequence[Sequence[bool]], limit_tokens: int | None = None) -> Hit:
+    """The longest hit, by what is present, up to the request's own limit or a lower one."""
+    return longest_hit(
+        family.namespace.groups,
+        request.ends,
+        rows,
+        limit_tokens=request.limit_tokens if limit_tokens is None else limit_tokens,
+        alignment_tokens=request.alignment_tokens,
+        have=request.have,
+    )
+
+
+def needs_of(family: Family, request: Lookup, path: Sequence[Node | None], hit: Hit) -> list[tuple[int, Node, int]]:
+    """Boundary index (rising), node and mask of objects of everything that a hit reads."""
+    masks: dict[int, int] = {}
+    for group, spec in enumerate(family.namespace.groups):
+        have = request.have[group] if request.have else 0
+        for index in needed(spec, request.ends, hit.boundaries - 1, have):
+            masks[index] = masks.get(index, 0) | family.group_masks[group]
+    needs = []
+    for index in sorted(masks):
+        node = path[index]
+        assert node is not None
+        needs.append((index, node, masks[index]))
+    return needs
+
+
+def bitmap(row: Sequence[bool]) -> bytes:
+    """Bit i, least significant first, is row[i]."""
+    if all(row):
+        return ((1 << len(row)) - 1).to_bytes((len(row) + 7) // 8, "little")
+    value = 0
+    for index, is_present in enumerate(row):
+        if is_present:
+            value |= 1 << index
+    return value.to_bytes((len(row) + 7) // 8, "little")

@@ -1,0 +1,73 @@
+"""Load or compute: how long each boundary that could be promised would take to load. `core.prefetch` then chooses.
+
+Owns the estimates and the probes that keep them fresh; what is done about it is for `reads`. No I/O.
+"""
+
+from __future__ import annotations
+
+from kvtally.core.hits import Hit
+from kvtally.core.prefetch import Option, Planner
+from kvtally.core.residency import ARENA, Node, each_bit
+from kvtally.store.context import Context
+from kvtally.store.needs import hit_of, needs_of, path_of
+from kvtally.store.staging import Lease, Staging
+from kvtally.wire.limits import SECOND_NS
+
+MOST_OPTIONS = 32  # boundaries that are weighed against computing
+PROBE_NS = 10 * SECOND_NS  # a tier found slow is measured again after this, or it would never be tried again
+
+
+class Weighing:
+    def __init__(self, context: Context, planner: Planner[tuple[Node, int]], staging: Staging) -> None:
+        self._context = context
+        self._residency = context.residency
+        self._planner = planner
+        self._staging = staging
+
+    def options(self, lease: Lease, now_ns: int) -> list[tuple[Hit, Option]]:
+        """What could be promised instead of the lease's hit, rising from what is in the arena; empty where it cannot
+        be said how long that takes."""
+        family, request = lease.family, lease.request
+        lease.path = path_of(self._residency, family, request)
+        in_arena = self._residency.presence(family, self._residency.masks(family, lease.path, [ARENA]))
+        least = hit_of(family, request, in_arena)
+        readable = self._residency.masks(family, lease.path, self._context.readable_tiers(now_ns))
+        rows = self._residency.presence(family, readable)
+        step = max(1, (lease.end_tokens - least.end_tokens) // MOST_OPTIONS)
+        options: list[tuple[Hit, Option]] = []
+        limit = lease.end_tokens
+        while limit > least.end_tokens:
+            hit = hit_of(family, request, rows, limit)
+            if hit.end_tokens <= least.end_tokens:
+                break
+            load_s = self._load_s(lease, hit, now_ns)
+            if load_s is None:
+                return []
+            options.append((hit, Option(hit.end_tokens, load_s)))
+            limit = hit.end_tokens - step
+        return [(least, Option(least.end_tokens, 0.0)), *reversed(options)]
+
+    def _load_s(self, lease: Lease, hit: Hit, now_ns: int) -> float | None:
+        """How long until everything that a hit needs is in the arena."""
+        missing: dict[int, int] = {}
+        for _, node, mask in needs_of(lease.family, lease.request, lease.path, hit):
+            for bit in each_bit(mask & ~self._residency.arena_mask(node)):
+                tier = self._staging.source(node, bit, now_ns)
+                is_counted = self._staging.is_reading(node, bit)  # in the backlog
+                size_bytes = 0 if is_counted else self._residency.length_bytes(node, bit)
+                missing[tier] = missing.get(tier, 0) + size_bytes
+        load_s = 0.0
+        for tier, size_bytes in missing.items():
+            speed = self._context.tiers[tier - 1].speed.bytes_s if tier else 0.0
+            if not speed:
+                return None
+            load_s += (self._planner.backlog_bytes(tier, lease.id) + size_bytes) / speed
+        return load_s
+
+    def probe(self, lease: Lease, now_ns: int) -> None:
+        """Of what this lease will not wait for, read a little from a tier whose speed was not measured for long."""
+        for number, tier in enumerate(self._context.tiers, 1):
+            if tier.speed.measured_ns is None or now_ns - tier.speed.measured_ns >= PROBE_NS:
+                keys = [key for key in lease.awaited if self._staging.source(*key, now_ns) == number]
+                self._staging.forget(lease, frozenset(lease.awaited.difference(keys)))
+                self._staging.probe(number, keys, now_ns)

@@ -1,0 +1,228 @@
+"""When a request is asked about, and what becomes of the answer.
+
+    arrived ──early──▶ inquiry ──────────────────────▶ answer      while the request is queued: nobody waits
+                          ▲ answer(): the scheduler comes to it     from now on the engine waits, with a deadline
+
+One inquiry for each life of a request, whatever the order and number of calls. An early answer that is no longer worth
+anything (its lease has expired, or the prompt was not all there and more may have been saved since) is asked for once
+more. Owns also what the store needs to plan: how many requests have not begun, and how fast this engine computes.
+
+Neighbours: `scheduler` (left), `inquiry` (right: the thread that asks). Imports no vLLM. Runs in
+vLLM's scheduler thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtally.core.prefetch import Rate
+from kvtally.core.receipts import Role
+from kvtally.vllm.handoff import Handoff
+from kvtally.vllm.inquiry import Answer, Inquiries, Inquiry
+from kvtally.vllm.path import Path
+from kvtally.vllm.tally import EXPOSED, LOOKUPS, MISSES, PREFETCHES, WAIT, Tally
+from kvtally.wire.messages import MissReason
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+EARLY_NS = 60_000_000_000  # how long an early inquiry may go on; what it holds expires then
+REFRESH_NS = 100_000_000  # an early answer older than this is asked for again where it was not the whole prompt
+LATE_NS = 500_000_000  # how long after its deadline an inquiry is believed to be answered yet
+MEASURED_TOKENS = 64  # in a step, for it to tell how fast prompts are computed
+
+
+@dataclass(slots=True, eq=False)
+class Question:
+    """One request, as far as the store is asked about it."""
+
+    request: Request
+    path: Path
+    handoff: Handoff | None = None
+    is_opaque: bool = False  # its tokens do not say what its KV is (prompt embeddings): neither read nor saved
+    inquiry: Inquiry | None = None
+    answer: Answer | None = None
+    came_ns: int = 0  # when the scheduler first came to the request
+    is_started: bool = False  # was scheduled to be computed
+    wait_s: float = 0.0
+    exposed_s: float = 0.0  # of `wait_s`: after the scheduler had come to the request
+    reason: str = ""
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it computes a prompt for another engine."""
+        return self.handoff is not None and self.handoff.role is Role.PREFILL
+
+    @property
+    def was_staged(self) -> bool:
+        """Whether something had to be brought into the arena for it."""
+        lease = self.answer.lease if self.answer is not None else None
+        return lease is not None and lease.outcome is not None and lease.outcome.staged_bytes > 0
+
+
+class Asking:
+    """`reads`: whether this engine reads at all. The tally is the scheduler half's."""
+
+    def __init__(
+        self,
+        inquiries: Inquiries,
+        tally: Tally,
+        *,
+        full_groups: tuple[int, ...],
+        wait_ms: int,
+        reads: bool = True,
+        prefetch: bool = True,
+        always_load: bool = False,
+    ) -> None:
+        self._inquiries = inquiries
+        self._tally = tally
+        self._full_groups = full_groups
+        self._wait_ns = wait_ms * 1_000_000
+        self._reads = reads
+        self._prefetch = prefetch
+        self._always_load = always_load
+        self._waiting = 0  # requests that have not begun
+        self._rate = Rate()
+        self._steps: deque[tuple[int, int]] = deque(maxlen=4)  # launched and not done: when, and how many tokens
+        self._step_ended_ns = 0
+
+    # ---- a request
+
+    def arrived(self, question: Question) -> None:
+        self._waiting += 1
+        # The tokens of a streaming input are not complete yet: it is asked about when it is scheduled.
+        if self._prefetch and not question.request.resumable:
+            self._ask(question, is_early=True)
+
+    def answer(self, question: Question) -> Answer | None:
+        """The scheduler wants to know; None: not yet. The first answer stays the question's."""
+        if question.answer is not None:
+            return question.answer
+        question.came_ns = question.came_ns or time.monotonic_ns()
+        if question.inquiry is None:
+            self._ask(question)
+        elif not question.inquiry.is_wanted:
+            self._come_to(question, question.inquiry)
+        inquiry = question.inquiry
+        if inquiry is None:
+            return question.answer
+        answer = inquiry.answer
+        if answer is None and time.monotonic_ns() > inquiry.deadline_ns + LATE_NS:
+            self._inquiries.cancel(inquiry)  # its thread has failed, or is not given the processor
+            answer = Answer(0, [], None, MissReason.DEADLINE, self._wait_ns / 1e9)
+        if answer is not None:
+            question.answer, question.reason, question.wait_s = answer, answer.reason, answer.wait_s
+            question.exposed_s = min(answer.wait_s, max(0, answer.ready_ns - question.came_ns) / 1e9)
+            self._count(question, answer)
+        return answer
+
+    def began(self, question: Question) -> None:
+        """It is computed from now on."""
+        if not question.is_started:
+            question.is_started = True
+            self._waiting -= 1
+
+    def again(self, question: Question) -> None:
+        """It was preempted: another life, another question."""
+        question.answer, question.inquiry, question.came_ns = None, None, 0
+
+    def ended(self, question: Question) -> None:
+        """It is over; an answer that nobody took, or that is yet to come, is given back."""
+        if not question.is_started:
+            self._waiting -= 1
+        if question.inquiry is not None and question.answer is None:
+            self._inquiries.cancel(question.inquiry)
+            if question.inquiry.is_early:
+                was_answered = question.inquiry.answer is not None
+                self._tally.count(PREFETCHES, "wasted" if was_answered else "cancelled")
+
+    def forget(self, question: Question) -> None:
+        """The store is made to forget everything: nothing is promised any more."""
+        if question.answer is None and question.inquiry is not None:
+            self._inquiries.cancel(question.inquiry)
+            question.answer = Answer(0, [], None, MissReason.ABSENT, 0.0)
+
+    def _ask(self, question: Question, *, is_early: bool = False) -> None:
+        request = question.request
+        if question.is_opaque or request.skip_reading_prefix_cache or not self._reads:
+            question.answer = Answer(0, [], None, MissReason.REFUSED, 0.0)
+            question.reason = MissReason.REFUSED
+            self._tally.count(MISSES, MissReason.REFUSED)
+            return
+        tokens: Sequence[int] = request.prompt_token_ids or []
+        if request.num_output_tokens:  # resumed after preemption: prompt and answer so far
+            tokens = list(request.all_token_ids)
+        now_ns = time.monotonic_ns()
+        question.inquiry = Inquiry(
+            tokens,
+            question.path,
+            now_ns + (EARLY_NS if is_early else self._wait_ns),
+            now_ns,
+            self._full_groups,
+            question.handoff if not question.is_prefill and not request.num_output_tokens else None,
+            is_early=is_early,
+            is_wanted=not is_early,
+            priority=request.priority,
+            ahead=self._waiting - 1 if is_early else 0,
+            prefill_tokens_s=self._tokens_s,
+        )
+        self._inquiries.ask(question.inquiry)
+
+    def _come_to(self, question: Question, inquiry: Inquiry) -> None:
+        """The scheduler wants a request that was asked about early. From now on the engine waits for the answer."""
+        now_ns = time.monotonic_ns()
+        answer = inquiry.answer
+        if answer is not None and _is_stale(answer, now_ns):
+            if answer.lease is not None:
+                self._inquiries.release(answer.lease)
+            self._ask(question)
+            return
+        inquiry.is_wanted = True
+        if answer is None:
+            inquiry.deadline_ns = now_ns + self._wait_ns
+            inquiry.prefill_tokens_s = self._tokens_s
+            self._inquiries.want(inquiry)
+
+    def _count(self, question: Question, answer: Answer) -> None:
+        if not answer.end_tokens and not answer.reason:  # too short to be asked about
+            return
+        self._tally.count(LOOKUPS, "hit" if answer.end_tokens else "miss")
+        self._tally.observe(WAIT, answer.wait_s)
+        self._tally.observe(EXPOSED, question.exposed_s)
+        if answer.left_tokens:
+            self._tally.count(PREFETCHES, "skipped")
+        elif question.was_staged:
+            self._tally.count(PREFETCHES, "late" if question.exposed_s else "in_time")
+        if answer.reason:
+            self._tally.count(MISSES, answer.reason)
+
+    # ---- how fast this engine computes
+
+    @property
+    def _tokens_s(self) -> int:
+        """What loading is weighed against; 0: nothing, because it is not known yet or not wanted."""
+        return 0 if self._always_load else int(self._rate.tokens_s)
+
+    def step_launched(self, tokens: int) -> None:
+        if tokens:
+            self._steps.append((time.monotonic_ns(), tokens))
+
+    def step_done(self) -> None:
+        """Steps may overlap: one lasts from its launch, or the end of the one before, to its own end."""
+        now_ns = time.monotonic_ns()
+        if self._steps:
+            launched_ns, tokens = self._steps.popleft()
+            if tokens >= MEASURED_TOKENS:
+                self._rate.add(tokens, (now_ns - max(launched_ns, self._step_ended_ns)) / 1e9)
+        self._step_ended_ns = now_ns
+
+
+def _is_stale(answer: Answer, now_ns: int) -> bool:
+    """Whether an early answer is worth asking again: what it holds has expired, or more may have been saved since."""
+    if answer.lease is not None and not answer.lease.is_live:
+        return True
+    return bool(answer.reason) and not answer.left_tokens and now_ns - answer.ready_ns > REFRESH_NS

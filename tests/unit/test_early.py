@@ -1,0 +1,236 @@
+"""Early prefetch, rule by rule: when a request is asked about, how often, and what is given back.
+
+Against a real store; requests are fakes and vLLM is not needed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtally.client import Miss, StoreClient
+from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
+from kvtally.vllm.asking import Asking, Question
+from kvtally.vllm.inquiry import Inquiries, Inquiry
+from kvtally.vllm.path import Extras
+from kvtally.vllm.path import Path as TokenPath
+from kvtally.vllm.tally import Tally
+from kvtally.wire.messages import PutObject, PutStatus
+from tests.unit.shell import Bench, Running, eventually
+
+CHUNK = 64
+DENSE = Namespace(
+    model="dense",
+    groups=(GroupSpec(kind=GroupKind.FULL, block_tokens=16, page_bytes=((64,),)),),
+    chunk_tokens=CHUNK,
+    alignment_tokens=16,
+)
+PROMPT = list(range(200))
+
+
+class Asked(Inquiries):
+    """Remembers what it was asked."""
+
+    def __init__(self, connect: Callable[[], StoreClient]) -> None:
+        super().__init__(connect)
+        self.asked: list[Inquiry] = []
+        self.wanted: list[Inquiry] = []
+
+    def ask(self, inquiry: Inquiry) -> None:
+        self.asked.append(inquiry)
+        super().ask(inquiry)
+
+    def want(self, inquiry: Inquiry) -> None:
+        self.wanted.append(inquiry)
+        super().want(inquiry)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    bench.close()
+
+
+@pytest.fixture
+def store(bench: Bench) -> Running:
+    return bench.start()
+
+
+@pytest.fixture
+def inquiries(bench: Bench, store: Running) -> Iterator[Asked]:
+    inquiries = Asked(lambda: StoreClient(str(bench.path), namespace=DENSE))
+    inquiries.start()
+    yield inquiries
+    inquiries.stop()
+
+
+@pytest.fixture
+def asking(inquiries: Asked) -> Callable[..., Asking]:
+    return lambda **settings: Asking(inquiries, Tally(), full_groups=(0,), wait_ms=2000, **settings)
+
+
+def question(name: str = "r", tokens: list[int] = PROMPT, **changes: Any) -> Question:
+    plain = {
+        "request_id": name,
+        "prompt_token_ids": tokens,
+        "all_token_ids": tokens,
+        "num_tokens": len(tokens),
+        "num_prompt_tokens": len(tokens),
+        "num_output_tokens": 0,
+        "num_computed_tokens": 0,
+        "num_preemptions": 0,
+        "shared_prefix_boundary": 0,
+        "resumable": False,
+        "skip_reading_prefix_cache": False,
+        "prompt_embeds": None,
+        "kv_transfer_params": None,
+        "lora_request": None,
+        "mm_features": [],
+        "cache_salt": None,
+        "priority": 0,
+        "status": None,
+        "is_finished": lambda: False,
+    }
+    request: Any = SimpleNamespace(**plain | changes)
+    return Question(request, TokenPath(CHUNK, Extras()))
+
+
+def save(bench: Bench, tokens: list[int] = PROMPT) -> None:
+    path = TokenPath(CHUNK, Extras())
+    path.extend(tokens, len(tokens))
+    chunks = [path.chunk(index) for index in range(len(path.chains))]
+    objects = [(PutObject(*chunk, 0, 0, 256), bytes(256)) for chunk in chunks]
+    with StoreClient(str(bench.path), namespace=DENSE) as client:
+        assert not isinstance(client.connect(5), Miss)
+        assert client.put(objects) == [PutStatus.WRITE] * len(chunks)
+
+
+def matched(asking: Asking, asked: Question) -> int:
+    """As the scheduler does it: ask in every step until there is an answer."""
+    eventually(lambda: asking.answer(asked) is not None)
+    assert asked.answer is not None
+    return asked.answer.end_tokens
+
+
+def test_called_before_scheduling(asking: Callable[..., Asking], inquiries: Asked, bench: Bench) -> None:
+    """The lookup is answered before the scheduler has asked for anything, and without its help."""
+    save(bench)
+    asking().arrived(question())
+    eventually(lambda: inquiries.asked[0].answer is not None)
+    assert inquiries.asked[0].is_early
+    assert inquiries.asked[0].answer is not None
+    assert inquiries.asked[0].answer.end_tokens == 192
+
+
+def test_skipped_for_incomplete_prompts(asking: Callable[..., Asking], inquiries: Asked, bench: Bench) -> None:
+    """A streaming input is asked about when it is scheduled, not before its tokens are there."""
+    save(bench)
+    scheduler = asking()
+    streaming = question(tokens=PROMPT[:10], resumable=True)
+    scheduler.arrived(streaming)
+    assert inquiries.asked == []
+    streaming.request.prompt_token_ids = PROMPT
+    assert matched(scheduler, streaming) == 192
+    assert [inquiry.is_early for inquiry in inquiries.asked] == [False]
+
+
+def test_idempotent(asking: Callable[..., Asking], inquiries: Asked, bench: Bench) -> None:
+    """One lookup for one request, whatever the order and number of calls."""
+    save(bench)
+    scheduler = asking()
+    for name in ("first", "second"):
+        asked = question(name)
+        scheduler.arrived(asked)
+        assert matched(scheduler, asked) == 192
+        assert matched(scheduler, asked) == 192
+        scheduler.answer(asked)
+    assert len(inquiries.asked) == 2
+
+
+def test_off_switch(asking: Callable[..., Asking], inquiries: Asked, bench: Bench, store: Running) -> None:
+    """With `prefetch: off` nothing happens until the scheduler asks; then the same is found."""
+    save(bench)
+    scheduler = asking(prefetch=False)
+    asked = question()
+    lookups = store.stats("lookups", "total")
+    scheduler.arrived(asked)
+    time.sleep(0.05)
+    assert inquiries.asked == []
+    assert store.stats("lookups", "total") == lookups
+    assert matched(scheduler, asked) == 192
+    assert [inquiry.is_early for inquiry in inquiries.asked] == [False]
+
+
+def test_the_deadline_counts_from_when_the_scheduler_comes(asking: Callable[..., Asking], inquiries: Asked) -> None:
+    scheduler = asking()
+    asked = question()
+    scheduler.arrived(asked)
+    (inquiry,) = inquiries.asked
+    assert inquiry.deadline_ns - inquiry.asked_ns > 10_000_000_000  # a queue may be long
+    inquiry.is_wanted, inquiry.answer = False, None
+    scheduler.answer(asked)
+    assert inquiry.answer is not None or inquiry.deadline_ns - time.monotonic_ns() <= 2_000_000_000
+
+
+def test_what_was_saved_while_a_request_queued_is_found(
+    asking: Callable[..., Asking], inquiries: Asked, bench: Bench
+) -> None:
+    scheduler = asking()
+    asked = question()
+    scheduler.arrived(asked)
+    eventually(lambda: inquiries.asked[0].answer is not None)
+    save(bench)
+    time.sleep(0.15)
+    assert matched(scheduler, asked) == 192
+    assert len(inquiries.asked) == 2
+
+
+def test_an_aborted_request_gives_back_what_it_holds(
+    asking: Callable[..., Asking], inquiries: Asked, bench: Bench, store: Running
+) -> None:
+    save(bench)
+    scheduler = asking()
+    for name, is_matched in (("early", False), ("late", True)):
+        asked = question(name)
+        scheduler.arrived(asked)
+        if is_matched:
+            matched(scheduler, asked)
+            assert asked.answer is not None
+            assert asked.answer.lease is not None
+            inquiries.release(asked.answer.lease)
+        scheduler.ended(asked)
+    eventually(lambda: inquiries.asked[0].answer is not None)
+    eventually(lambda: store.stats("leases", "open") == 0)
+    assert store.stats("arena", "held_bytes") == 0
+
+
+def test_place_and_priority_reach_the_store(asking: Callable[..., Asking], inquiries: Asked) -> None:
+    scheduler = asking()
+    first = question("r0")
+    scheduler.arrived(first)
+    for number in (1, 2):
+        scheduler.arrived(question(f"r{number}", priority=-number))
+    scheduler.ended(first)
+    scheduler.arrived(question("r3"))
+    assert [(inquiry.ahead, inquiry.priority) for inquiry in inquiries.asked] == [(0, 0), (1, -1), (2, -2), (2, 0)]
+
+
+def test_loading_is_weighed_only_when_the_rate_is_known_and_not_when_told_to_load_always(
+    asking: Callable[..., Asking], inquiries: Asked
+) -> None:
+    for always_load in (False, True):
+        scheduler = asking(always_load=always_load)
+        scheduler.arrived(question())
+        scheduler.step_launched(500)
+        time.sleep(0.01)
+        scheduler.step_done()
+        scheduler.arrived(question())
+    unknown, known, _, never = (inquiry.prefill_tokens_s for inquiry in inquiries.asked)
+    assert (unknown, never) == (0, 0)
+    assert 0 < known <= 50_000
