@@ -43,6 +43,8 @@ class RunningChecksum:
         self._digests = bytearray()
 
     def update(self, data: memoryview) -> None:
+        if data.ndim != 1:
+            data = data.cast("B")
         start, size = 0, len(data)
         while self._left > 1 and start < size:
             end = start + LEAF_BYTES - self._filled_bytes

@@ -37,6 +37,11 @@ def test_pieces_do_not_matter(data: bytes, seed: int, cuts: list[int]) -> None:
     assert checksum(pieces_of(data, cuts), seed) == checksum([memoryview(data)], seed)
 
 
+def test_rows_are_bytes_too() -> None:
+    whole = memoryview(PATTERN[:6_000])
+    assert checksum([whole.cast("B", (60, 100))], 3) == checksum([whole], 3)
+
+
 @given(contents, seeds)
 def test_it_is_the_tree_that_the_module_describes(data: bytes, seed: int) -> None:
     starts = [leaf * LEAF_BYTES for leaf in range(leaf_count(len(data)))]
