@@ -49,7 +49,7 @@ class Scale(NamedTuple):
     samples: int = 9
     fills: int = 1_000
     repeats: int = 9
-    rounds: int = 3
+    rounds: int = 2
 
 
 QUICK = Scale(sample_bytes=GIB // 4, samples=3, fills=3, repeats=2, rounds=1)

@@ -155,9 +155,9 @@ class Watch(msgspec.Struct, frozen=True, tag="watch", kw_only=True):
     seeds: list[int]  # of the prompts that arrive
     tokens: int
     decode_seeds: list[int]
-    lead_tokens: int = 64
+    lead_tokens: int = 32
     window_tokens: int = 64
-    more_tokens: int = 288
+    more_tokens: int = 32
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):

@@ -249,6 +249,8 @@ class CudaCopies:
         for index, move in enumerate(moves):
             _check(move, memory.numel(), is_whole=is_whole)
             length = _length(move)
+            if length > self._stage_bytes:
+                raise ValueError(f"an object of {length} bytes does not fit a stage of {self._stage_bytes}")
             unit = unit_bytes(move.runs, length, base) if self._uses_kernels else 0
             batch = open_batches.get(unit)
             if batch is not None and batch.size_bytes + length > self._stage_bytes:

@@ -115,8 +115,10 @@ class StoreReader:
             if family == socket.AF_UNIX:
                 remedy = "Run the router as the store's user, or reach the store over TCP."
                 check_owner(connection, self.endpoint.address, remedy=remedy)
+            session = _Session(self.endpoint)
+            stack.callback(session.abort)  # cancelled half-way: by then the transport may hold the socket open
             made = await loop.create_connection(
-                lambda: _Session(self.endpoint),
+                lambda: session,
                 sock=connection,
                 ssl=self.endpoint.tls,
                 server_hostname=self.endpoint.host if self.endpoint.tls else None,
@@ -135,6 +137,7 @@ class _Session(asyncio.Protocol):
         self._endpoint = endpoint
         self._loop = loop
         self._reader = reply_reader(Limits().frame_bytes)
+        self._is_made = False
         self._transport: asyncio.Transport
         self._questions: dict[int, tuple[asyncio.Future[Answer], asyncio.TimerHandle]] = {}
         self._frames: list[bytes] = []  # asked in this turn of the loop; sent together
@@ -166,7 +169,12 @@ class _Session(asyncio.Protocol):
         for number in list(self._questions):
             self._settle(number, Answer(None, reason))
 
+    def abort(self) -> None:
+        if self._is_made:
+            self._transport.abort()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._is_made = True
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but inheritance
 
     def data_received(self, data: bytes) -> None:

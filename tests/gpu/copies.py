@@ -135,7 +135,7 @@ def main() -> int:
     mapping = map_arena(descriptor, ARENA_BYTES, writable=True)
     memory = torch.empty(MEMORY_BYTES, dtype=torch.uint8, device=device)
     for use_kernels in (True, False):
-        copies = CudaCopies(device, use_kernels=use_kernels)
+        copies = CudaCopies(device, largest_bytes=64 << 20, use_kernels=use_kernels)
         copies.prepare([page for page in PAGES if page % 256 == 0])
         moved = 0
         for number in range(options.rounds if use_kernels else max(2, options.rounds // 10)):
