@@ -1,13 +1,13 @@
 """Checksums: a tree of xxh3-64 over an object's bytes, seeded with its identity (`keys.checksum_seed`).
 
-    object    │ leaf 0: 64 KiB │ leaf 1: 64 KiB │ … │ last leaf: 64 KiB and what is left │
-                    │ xxh3-64        │                      │
+    object    │ leaf 0: 256 KiB │ leaf 1: 256 KiB │ … │ last leaf: 256 KiB and what is left │
+                    │ xxh3-64         │                      │
     checksum = xxh3-64 of these digests (little-endian), with the seed
 
 Owns the one algorithm that tiers, clients, tools and GPU kernels (`device.kernels`) share. A tree, because a GPU hashes
-leaves at once where one long xxh3 is a chain of steps; on a CPU it costs next to nothing. Seeding means that bytes of
-another object, length or rank never verify, however intact they are. Pure computation; xxh3 releases the interpreter
-lock on large buffers.
+leaves at once where one long xxh3 is a chain of steps. Its leaves are so large because xxh3 lets go of the interpreter
+for each: with smaller ones threads would hand it to and fro instead of hashing side by side. Seeding means that bytes
+of another object, length or rank never verify, however intact they are. Pure computation.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import xxhash
 
 from kvtally.core.keys import ObjectKey, checksum_seed
 
-ALGORITHM = "xxh3-64/64KiB"
-LEAF_BYTES = 64 * 1024
+ALGORITHM = "xxh3-64/256KiB"
+LEAF_BYTES = 256 * 1024
 
 
 def leaf_count(length_bytes: int) -> int:

@@ -93,6 +93,11 @@ def _mixed(sum0, sum1, even, odd, key0, key1):
 
 
 @triton.jit
+def _scrambled(total, secret, prime):
+    return ((total ^ (total >> 47)) ^ secret) * prime
+
+
+@triton.jit
 def leaf_digests(table, leaves, constant, digests):
     """Leaf i: `leaves[i]` holds the index of its object's first address, its offset in the object, its length, the
     logarithm of `unit_bytes`, where its digest goes, and its length times PRIME64_1."""
@@ -111,11 +116,25 @@ def leaf_digests(table, leaves, constant, digests):
     sum0, sum1 = tl.load(constant + BEGIN + pair), tl.load(constant + BEGIN + 1 + pair)
     prime = tl.full((4,), 0x9E3779B1, tl.uint64)
     blocks = (length - 1) // 1024
-    for block in range(blocks):
+    # Four blocks are asked for at once: memory answers all of them in the time of one.
+    for group in range(blocks // 4):
+        at = offset + group * 4096
+        even0, odd0 = _pairs(table, at, shift, stripes, every, 16)
+        even1, odd1 = _pairs(table, at + 1024, shift, stripes, every, 16)
+        even2, odd2 = _pairs(table, at + 2048, shift, stripes, every, 16)
+        even3, odd3 = _pairs(table, at + 3072, shift, stripes, every, 16)
+        sum0, sum1 = _mixed(sum0, sum1, even0, odd0, key0, key1)
+        sum0, sum1 = _scrambled(sum0, scramble0, prime), _scrambled(sum1, scramble1, prime)
+        sum0, sum1 = _mixed(sum0, sum1, even1, odd1, key0, key1)
+        sum0, sum1 = _scrambled(sum0, scramble0, prime), _scrambled(sum1, scramble1, prime)
+        sum0, sum1 = _mixed(sum0, sum1, even2, odd2, key0, key1)
+        sum0, sum1 = _scrambled(sum0, scramble0, prime), _scrambled(sum1, scramble1, prime)
+        sum0, sum1 = _mixed(sum0, sum1, even3, odd3, key0, key1)
+        sum0, sum1 = _scrambled(sum0, scramble0, prime), _scrambled(sum1, scramble1, prime)
+    for block in range(blocks // 4 * 4, blocks):
         even, odd = _pairs(table, offset + block * 1024, shift, stripes, every, 16)
         sum0, sum1 = _mixed(sum0, sum1, even, odd, key0, key1)
-        sum0 = ((sum0 ^ (sum0 >> 47)) ^ scramble0) * prime
-        sum1 = ((sum1 ^ (sum1 >> 47)) ^ scramble1) * prime
+        sum0, sum1 = _scrambled(sum0, scramble0, prime), _scrambled(sum1, scramble1, prime)
     # What is left, except the last stripe; masked words are 0, and so must be what they are mixed with.
     rest = stripes < (length - 1 - blocks * 1024) // 64
     even, odd = _pairs(table, offset + blocks * 1024, shift, stripes, rest, 16)

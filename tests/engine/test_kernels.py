@@ -20,7 +20,7 @@ from kvtally.device import kernels
 from kvtally.device.units import leaf_rows
 
 pick = np.random.default_rng(5)
-for unit, units, lengths in ((256, 300, (256, 512, 1_280, 76_800)), (4096, 48, (4096, 65_536, 196_608))):
+for unit, units, lengths in ((256, 300, (256, 512, 1_280, 76_800)), (4096, 144, (4096, 65_536, 589_824))):
     pages = pick.integers(0, 256, (2 * units, unit), np.uint8)
     order = pick.permutation(2 * units)[:units]
     table = torch.from_numpy(pages.ctypes.data + order.astype(np.int64) * unit)

@@ -64,7 +64,7 @@ def test_memory_that_threads_cannot_load_at_once_has_no_units() -> None:
     assert unit_bytes(Runs(start[:0], start[:0], start[:0]), 0, BASE) == 0
 
 
-@given(st.integers(1, 40).map(lambda n: n * 4096 * 5), st.integers(0, 9), st.integers(0, 9))
+@given(st.integers(1, 40).map(lambda n: n * 4096 * 13), st.integers(0, 9), st.integers(0, 9))
 def test_leaves_are_those_of_the_checksum(length: int, first: int, digest: int) -> None:
     data = np.random.default_rng(length).integers(0, 256, length, np.uint8).tobytes()
     rows = leaf_rows(length, first, 4096, digest)
