@@ -235,6 +235,7 @@ class Experiment:
     def _nothing(self, on: BurstEngine, off: BurstEngine) -> None:
         """Prompts that nobody has saved."""
         cpu_s: defaultdict[str, list[float]] = defaultdict(list)
+        connector_s: defaultdict[str, list[float]] = defaultdict(list)
         seconds: defaultdict[str, list[float]] = defaultdict(list)
         queues_s: defaultdict[str, list[float]] = defaultdict(list)
         for number in range(2 * self._scale.rounds):
@@ -244,7 +245,10 @@ class Experiment:
                 seconds[arm] += [answer.seconds for answer in found.answers]
                 queues_s[arm].append(found.queue_s)
                 cpu_s[arm].append(found.cpu_s)
-        self._figures.nothing = {arm: times(found, queues_s[arm], cpu_s[arm]) for arm, found in seconds.items()}
+                connector_s[arm].append(found.connector_cpu_s)
+        self._figures.nothing = {
+            arm: times(found, queues_s[arm], cpu_s[arm], connector_s[arm]) for arm, found in seconds.items()
+        }
 
     def _weigh(self, plain: BurstEngine, weighing: BurstEngine) -> None:
         """One request at a time, as an engine with nothing else to do sees it."""
@@ -288,6 +292,8 @@ class Experiment:
         if figures.nothing:
             on, off = figures.nothing["on"], figures.nothing["off"]
             figures.nothing_on_over_off = statistics.median(on.cpu_s) / statistics.median(off.cpu_s)
+            more_s = statistics.median(on.connector_cpu_s) - statistics.median(off.connector_cpu_s)
+            figures.nothing_added_cpu = more_s / statistics.median(off.cpu_s)
             figures.nothing_ttft_on_over_off = same_queue_ratio(figures.nothing, "on", "off")
         if figures.single:
             figures.slow_tier_over_no_store = _ratio(figures.single["slow disk"], figures.single["no_store"])

@@ -15,6 +15,7 @@ import random
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -54,7 +55,17 @@ class Bursted(msgspec.Struct, frozen=True, kw_only=True):
     filler_s: float = 0.0
     queue_s: float = 0.0
     cpu_s: float = 0.0  # processor time of the engine's process, its connector included
+    connector_cpu_s: float = 0.0  # of it, that of the connector's own threads
     error: str = ""
+
+
+def connector_cpu_s() -> float:
+    """Processor time that kvtally's threads in this process have used so far."""
+    spent_ns = 0
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvtally-"):
+            spent_ns += int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0])
+    return spent_ns / 1e9
 
 
 class Engine:
@@ -69,7 +80,7 @@ class Engine:
             error = self._runner.carry_out(Reset()).error
             if error:
                 return Bursted(error=error)
-        begun, begun_cpu = time.perf_counter(), time.process_time()
+        begun, begun_cpu, begun_connector = time.perf_counter(), time.process_time(), connector_cpu_s()
         fillers = {self._add(seed, 32, burst.filler_tokens) for seed in burst.fillers}
         waiting = set(fillers)
         deadline = time.monotonic() + BURST_S
@@ -93,9 +104,13 @@ class Engine:
         if len(answers) < len(added):
             return Bursted(error=f"{len(added) - len(answers)} requests had no answer within {BURST_S:g} s")
         self._runner.settle()  # what is being saved is saved before anything else is measured
-        cpu_s = time.process_time() - begun_cpu
-        in_order = [answers[index] for index in sorted(answers)]
-        return Bursted(answers=in_order, filler_s=ended - begun, queue_s=ended - arrival, cpu_s=cpu_s)
+        return Bursted(
+            answers=[answers[index] for index in sorted(answers)],
+            filler_s=ended - begun,
+            queue_s=ended - arrival,
+            cpu_s=time.process_time() - begun_cpu,
+            connector_cpu_s=connector_cpu_s() - begun_connector,
+        )
 
     def _add(self, seed: int, tokens: int, answer_tokens: int) -> str:
         from vllm import SamplingParams

@@ -16,6 +16,7 @@ from rich.text import Text
 GAIN_TARGET = 0.28  # the best figure of the pull request that asked for this in vLLM
 ARENA_TARGET = 1.10
 NOTHING_TARGET = 1.01
+ADDED_CPU_TARGET = 0.01
 RECOMPUTE_TARGET = 1.05
 
 
@@ -27,6 +28,7 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     p99_s: float = 0.0
     queue_s: float = 0.0  # of it, on average, the running queue was full
     cpu_s: list[float] = []  # processor time of each burst
+    connector_cpu_s: list[float] = []  # of it, that of kvtally's threads
     samples: list[float] = []
 
     @property
@@ -77,6 +79,7 @@ class Figures(msgspec.Struct, kw_only=True):
     gain: float = 0.0  # by how much prefetch shortens the mean, behind the same queue
     gain_as_measured: float = 0.0  # the same of the means above, with the queues that each arm had
     on_over_arena: float = 0.0
+    nothing_added_cpu: float = 0.0  # what kvtally's threads use more with prefetch on, as a share of the engine's all
     nothing_on_over_off: float = 0.0  # prompts of which the store has nothing; processor time, which neighbours spare
     nothing_ttft_on_over_off: float = 0.0
     slow_tier_over_no_store: float = 0.0  # one request at a time, a slow disk, loading weighed against computing
@@ -102,7 +105,12 @@ def same_queue_ratio(arms: Mapping[str, Times], one: str, other: str) -> float:
     return (queue_s + arms[one].after_queue_s) / (queue_s + arms[other].after_queue_s)
 
 
-def times(seconds: Sequence[float], queues_s: Sequence[float] = (0.0,), cpu_s: Sequence[float] = ()) -> Times:
+def times(
+    seconds: Sequence[float],
+    queues_s: Sequence[float] = (0.0,),
+    cpu_s: Sequence[float] = (),
+    connector_cpu_s: Sequence[float] = (),
+) -> Times:
     ordered = sorted(seconds)
     return Times(
         mean_s=statistics.mean(ordered),
@@ -110,6 +118,7 @@ def times(seconds: Sequence[float], queues_s: Sequence[float] = (0.0,), cpu_s: S
         p99_s=ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
         queue_s=statistics.mean(queues_s),
         cpu_s=list(cpu_s),
+        connector_cpu_s=list(connector_cpu_s),
         samples=list(seconds),
     )
 
@@ -129,6 +138,9 @@ def judge(figures: Figures) -> list[Target]:
     if figures.nothing:
         same = figures.nothing["off"].cpu_s
         targets.append(at_most("nothing_on_over_off", figures.nothing_on_over_off, NOTHING_TARGET, same))
+        added = figures.nothing_added_cpu
+        is_little = added <= ADDED_CPU_TARGET
+        targets.append(Target(key="nothing_added_cpu", value=added, target=f"≤ {ADDED_CPU_TARGET:g}", ok=is_little))
     if figures.single:
         same = figures.single["no_store"].samples
         targets.append(at_most("slow_tier_over_no_store", figures.slow_tier_over_no_store, RECOMPUTE_TARGET, same))

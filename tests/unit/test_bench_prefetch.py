@@ -57,6 +57,7 @@ def test_what_meets_its_target_is_ok() -> None:
         ("gain", 0.27),
         ("on_over_arena", 1.11),
         ("nothing_on_over_off", 1.02),
+        ("nothing_added_cpu", 0.02),
         ("slow_tier_over_no_store", 1.06),
         ("fast_tier_disk_tokens", 0),
     ],
