@@ -23,6 +23,7 @@ No clock, no I/O: times are arguments. Neighbours: `store.staging` (carries it o
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -56,7 +57,9 @@ class Lane(Generic[Part]):
     waiting: dict[int, Rank] = field(default_factory=dict)
     order: list[Rank] = field(default_factory=list)  # a heap; entries that `waiting` does not know are stale
     admitted: dict[int, Mapping[Part, int]] = field(default_factory=dict)
-    holders: dict[Part, int] = field(default_factory=dict)  # admitted wishes that need the part
+    # How many admitted wishes need a part, and its size when it was counted: an object that is lost and saved anew
+    # while it is held may be of another length.
+    holders: dict[Part, tuple[int, int]] = field(default_factory=dict)
     held_bytes: int = 0
 
     def push(self, rank: Rank) -> None:
@@ -68,16 +71,17 @@ class Lane(Generic[Part]):
     def hold(self, wish: int, sizes: Mapping[Part, int]) -> None:
         self.admitted[wish] = sizes
         for part, size in sizes.items():
-            count = self.holders.get(part, 0)
+            count, counted_bytes = self.holders.get(part, (0, size))
             self.held_bytes += 0 if count else size
-            self.holders[part] = count + 1
+            self.holders[part] = count + 1, counted_bytes
 
     def let_go(self, wish: int) -> None:
-        for part, size in self.admitted.pop(wish).items():
-            self.holders[part] -= 1
-            if not self.holders[part]:
-                del self.holders[part]
-                self.held_bytes -= size
+        for part in self.admitted.pop(wish):
+            count, counted_bytes = self.holders.pop(part)
+            if count > 1:
+                self.holders[part] = count - 1, counted_bytes
+            else:
+                self.held_bytes -= counted_bytes
 
 
 @dataclass(slots=True)
@@ -250,10 +254,9 @@ class Planner(Generic[Part]):
         """Assert every invariant. Linear; for tests and simulation."""
         self.check_budgets()
         for lane in self._lanes:
-            distinct: dict[Part, int] = {}
-            for sizes in lane.admitted.values():
-                distinct.update(sizes)
-            assert lane.held_bytes == sum(distinct.values()) and lane.holders.keys() == distinct.keys()
+            holders = Counter(part for sizes in lane.admitted.values() for part in sizes)
+            assert holders == {part: count for part, (count, _) in lane.holders.items()}
+            assert lane.held_bytes == sum(size for _, size in lane.holders.values())
             assert not lane.waiting.keys() & lane.admitted.keys()
         known = {wish for lane in self._lanes for wish in (*lane.waiting, *lane.admitted)}
         assert known == self._lane_of.keys() == self._ranks.keys()

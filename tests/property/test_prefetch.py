@@ -272,3 +272,17 @@ def test_a_rate_follows_the_latest_steps() -> None:
     for _ in range(400):
         rate.add(512, 0.05)
     assert abs(rate.tokens_s - 10_240) < 10
+
+
+def test_a_part_that_changes_its_size_while_it_is_held_is_counted_once() -> None:
+    """An object may be lost and saved anew with another length: what was counted is what is given back."""
+    planner: Planner[str] = Planner(tiers=1, arena_bytes=100, in_flight_bytes=100)
+    for wish, size in ((1, 10), (2, 20)):
+        planner.join(wish, 0)
+        assert planner.admit(wish, {"part": size})
+    planner.check()
+    assert planner.held_bytes == [10, 0]
+    planner.leave(1)
+    planner.check()
+    planner.leave(2)
+    assert planner.held_bytes == [0, 0]
