@@ -6,7 +6,7 @@
     busy     the same engines: many repeats arrive while others decode
 
 Owns the plan and the command. Whatever needs the GPU runs in processes of its own (`bench.gpu_copies`,
-`bench.gpu_engine`, through `bench.gpu_child`), one at a time; a part that fails is reported and the others go on. What
+`bench.gpu_engine`, through `bench.child`), one at a time; a part that fails is reported and the others go on. What
 is known so far goes to --out after every step. `bench.gpu_arms` drives engines, `bench.gpu_report` judges. Threading:
 none.
 """
@@ -30,8 +30,8 @@ import msgspec
 from rich.console import Console
 
 from kvtally import __version__
+from kvtally.bench.child import Child
 from kvtally.bench.gpu_arms import QUICK, Bench, EngineBench, Job, Scale
-from kvtally.bench.gpu_child import Child
 from kvtally.bench.gpu_copies import CASES, MeasureCopies, Measured, MeasureLimits, Probe
 from kvtally.bench.gpu_engine import SHAPES
 from kvtally.bench.gpu_report import ENGINES, Figures, Machine, complete, page

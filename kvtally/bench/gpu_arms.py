@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtally.bench.gpu_child import Child
+from kvtally.bench.child import Child
 from kvtally.bench.gpu_copies import GIB, Case, disk_read_gbps
 from kvtally.bench.gpu_engine import SHAPES, Answer, Ask, Ready, Settle, Source, Start, Watch, Watched
 from kvtally.bench.gpu_report import Arm, Busy, BusyArm, DiskArm, Figures, Repeat, latency
@@ -70,25 +70,6 @@ class Job(NamedTuple):
         if self.case is not None:
             return f"copies, {self.case.name}"
         return f"{self.shape}, {self.engine}" if self.engine else self.part
-
-
-class Book(Ledger):
-    """The store's receipts, when other requests are made too."""
-
-    def __enter__(self) -> Book:
-        return self
-
-    def half_of(self, prompt_tokens: int) -> Half:
-        """The account of the newest request with a prompt of this length."""
-        deadline = time.monotonic() + RECEIPT_S
-        while time.monotonic() < deadline:
-            for receipt in self._last():
-                decode = receipt.decode
-                if decode is not None and decode.prompt_tokens == prompt_tokens and receipt.ticket not in self._seen:
-                    self._seen.add(receipt.ticket)
-                    return decode
-            time.sleep(0.005)
-        raise TransportError(f"no receipt came within {RECEIPT_S:g} s", remedy="See the logs of store and engine.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,12 +174,12 @@ class EngineBench:
         self._bench.publish()
         halves: dict[str, list[Half]] = {"repeat": [], "gpu_hit": []}
         with ExitStack() as stack:
-            book = stack.enter_context(Book(self._daemon)) if self._daemon is not None else None
+            book = stack.enter_context(Ledger(self._daemon)) if self._daemon is not None else None
             for seed in self._repeated:
                 for way in ("repeat", "gpu_hit"):
                     self._note(way, seed, self._ask(child, seed, forget=way == "repeat"))
                     if book is not None:
-                        halves[way].append(book.half_of(self._shape.prompt_tokens))
+                        halves[way].append(book.next_half(self._shape.prompt_tokens, timeout_s=RECEIPT_S))
         arm.receipts = {way: view(each) for way, each in halves.items() if each}
         self._bench.publish()
         self._bench.tell(
@@ -220,10 +201,10 @@ class EngineBench:
             self._ask(child, FILL_SEED - 1)
             self._settle(child)
             self._ask(child, FILL_SEED - 1, forget=True)
-            with Book(self._daemon) as book:
+            with Ledger(self._daemon) as book:
                 for seed in self._repeated:
                     answers.append(self._ask(child, seed))
-                    halves.append(book.half_of(self._shape.prompt_tokens))
+                    halves.append(book.next_half(self._shape.prompt_tokens, timeout_s=RECEIPT_S))
         bench.figures.repeat[job.shape].disk = disk_arm([answer.seconds for answer in answers], halves, limit.gbps)
 
     def _ask(self, child: Child, seed: int, *, forget: bool = False, drain: bool = True) -> Answer:
@@ -242,7 +223,7 @@ class EngineBench:
             if self._daemon is None:
                 return 0
             try:
-                with Book(self._daemon) as book:
+                with Ledger(self._daemon) as book:
                     return book.wait_saved()
             except TransportError:
                 if turn == SETTLE_TURNS - 1:

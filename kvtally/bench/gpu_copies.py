@@ -3,7 +3,7 @@
 Samples of a limit and of ours alternate, so that whatever disturbs one disturbs the other. What was copied is compared
 byte by byte outside the timed part, all other bytes of the KV buffer too; a wrong one is an error, not a figure.
 
-Asked by `bench.gpu` (left) through `bench.gpu_child`; measures `device.cuda` (right). torch is imported when something
+Asked by `bench.gpu` (left) through `bench.child`; measures `device.cuda` (right). torch is imported when something
 is measured: the messages and `disk_read_gbps` are for any machine. Threading: the main thread does everything but
 reading the disk.
 """
@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvtally.bench.gpu_child import serve
+from kvtally.bench.child import serve
 from kvtally.bench.gpu_report import CopyFigure, Machine, Rate
 from kvtally.core.geometry import GroupLayout, LayerView, object_length, runs
 from kvtally.core.namespace import GroupKind, GroupSpec

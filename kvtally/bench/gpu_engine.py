@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from kvtally.bench.gpu_child import serve
+from kvtally.bench.child import serve
 from kvtally.errors import TransportError
 
 ENVIRONMENT = {

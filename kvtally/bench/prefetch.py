@@ -62,9 +62,9 @@ class BurstEngine(Engine):
     program = "kvtally.bench.prefetch_engine"
 
     def run(self, burst: Burst) -> Bursted:
-        found = self._converse(burst, Bursted, BURST_S)
+        found = self.ask(burst, Bursted, BURST_S)
         if found.error:
-            raise self._broken(found.error)
+            raise self.broken(found.error)
         return found
 
 

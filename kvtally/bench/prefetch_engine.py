@@ -10,7 +10,6 @@ engine runs in the main thread; one more reads stdin.
 from __future__ import annotations
 
 import os
-import queue
 import random
 import sys
 import threading
@@ -20,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from kvtally.bench.child import wire
 from kvtally.bench.repeat_engine import (
     ENVIRONMENT,
     TOKENS,
@@ -28,7 +28,6 @@ from kvtally.bench.repeat_engine import (
     Start,
     arguments_of,
     engine_name,
-    read_lines,
 )
 from kvtally.testing.engines import Reset, Settings
 from kvtally.testing.runner import Runner
@@ -140,17 +139,14 @@ class Engine:
 
 
 def main() -> int:
-    wire = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # vLLM logs to stdout
-    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=read_lines, args=(lines,), daemon=True).start()
-    start = msgspec.json.decode(lines.get(), type=Start)
+    take, answer = wire()
+    start = msgspec.json.decode(take(), type=Start)
     arguments = arguments_of(start)
     runner = Runner(Settings(arguments))
     engine = Engine(runner)
-    wire.write(msgspec.json.encode(Ready(engine=engine_name(), model=arguments["model"])) + b"\n")
-    while line := lines.get():
-        wire.write(msgspec.json.encode(engine.run(msgspec.json.decode(line, type=Burst))) + b"\n")
+    answer(Ready(engine=engine_name(), model=arguments["model"]))
+    while line := take():
+        answer(engine.run(msgspec.json.decode(line, type=Burst)))
     runner.stop()
     return 0
 

@@ -17,10 +17,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import select
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,14 +27,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-import kvtally
 from kvtally import __version__
+from kvtally.bench.child import Child
 from kvtally.bench.processes import Daemon
 from kvtally.bench.repeat_engine import Answer, Ask, Ready, Start
 from kvtally.bench.repeat_report import Figures, Outputs, are_equal, difference, judge, own_difference, page, view
@@ -64,81 +62,29 @@ T = TypeVar("T")
 # ---- the processes
 
 
-class Engine:
-    """An engine in a process of its own. It leads a process group, which ends when its stdin does."""
+class Engine(Child):
+    """An engine in a process of its own, ready."""
 
     program = "kvtally.bench.repeat_engine"
 
     def __init__(self, python: str, start: msgspec.Struct, log: Path) -> None:
-        self._log = log
-        path = [str(Path(kvtally.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        settings = {name: value for name, value in os.environ.items() if not name.startswith("KVTALLY_")}
-        with log.open("wb") as file:
-            self._process = subprocess.Popen(
-                [python, "-m", self.program],
-                env={**settings, "PYTHONPATH": os.pathsep.join(path)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                bufsize=0,
-                start_new_session=True,
-            )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        remedy = (
+            "It needs a Python with vLLM, given by --python, and a model that vLLM serves with --engine's settings."
+        )
+        super().__init__(self.program, log, python=python, what="an engine", remedy=remedy)
         is_ready = False
         try:
-            self.ready = self._converse(start, Ready, START_S)
+            self.ready = self.ask(start, Ready, START_S)
             is_ready = True
         finally:
             if not is_ready:
                 self.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def ask(self, ask: Ask) -> Answer:
-        answer = self._converse(ask, Answer, ASK_S)
+    def generate(self, ask: Ask) -> Answer:
+        answer = self.ask(ask, Answer, ASK_S)
         if answer.error:
-            raise self._broken(answer.error)
+            raise self.broken(answer.error)
         return answer
-
-    def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_S)
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or only zombies
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(STOP_S)
-        self._stdout.close()
-
-    def _converse(self, message: msgspec.Struct, reply: type[T], timeout_s: float) -> T:
-        deadline = time.monotonic() + timeout_s
-        poller = select.poll()
-        poller.register(self._stdout, select.POLLIN)
-        try:
-            self._stdin.write(msgspec.json.encode(message) + b"\n")
-        except BrokenPipeError as error:
-            raise self._broken("an engine ended") from error
-        line = b""
-        while not line.endswith(b"\n"):
-            if not poller.poll(max(0.0, deadline - time.monotonic()) * 1e3):
-                raise self._broken(f"an engine did not answer within {timeout_s:g} s")
-            part = os.read(self._stdout.fileno(), 1 << 20)
-            if not part:
-                raise self._broken("an engine ended")
-            line += part
-        return msgspec.json.decode(line, type=reply)
-
-    def _broken(self, what: str) -> TransportError:
-        last = "\n".join(self._log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:])
-        remedy = (
-            "It needs a Python with vLLM, given by --python, and a model that vLLM serves with --engine's settings."
-        )
-        return TransportError(f"{what}:\n{last}\n", remedy=remedy)
 
 
 class Ledger:
@@ -154,13 +100,16 @@ class Ledger:
     def __exit__(self, *exception: object) -> None:
         self._client.close()
 
-    def next_half(self) -> Half:
-        """The account of the request that has just ended."""
-        for _ in _until(SETTLE_S, "a receipt"):
+    def next_half(self, prompt_tokens: int = 0, *, timeout_s: float = SETTLE_S) -> Half:
+        """The account of the request that has just ended; with other requests about, of the one with so many tokens."""
+        for _ in _until(timeout_s, "a receipt"):
             for receipt in self._last():
-                if receipt.ticket not in self._seen and receipt.decode is not None:
+                decode = receipt.decode
+                if receipt.ticket in self._seen or decode is None:
+                    continue
+                if not prompt_tokens or decode.prompt_tokens == prompt_tokens:
                     self._seen.add(receipt.ticket)
-                    return receipt.decode
+                    return decode
         raise AssertionError  # `_until` ends with an error
 
     def wait_saved(self) -> int:
@@ -287,8 +236,8 @@ class Experiment:
         """Every way once that will be timed: what is slow only the first time is nobody's figure."""
         for seed in WARM_UP_SEEDS:
             for forget in (False, True, False):
-                plain.ask(self._ask(seed, forget=forget))
-                ours.ask(self._ask(seed, forget=forget))
+                plain.generate(self._ask(seed, forget=forget))
+                ours.generate(self._ask(seed, forget=forget))
                 ledger.next_half()
                 ledger.wait_saved()
 
@@ -325,7 +274,7 @@ class Experiment:
     def _repeat_from_disk(self, ours: Engine, ledger: Ledger) -> None:
         self._meter.begin("repeating from disk")
         for seed in WARM_UP_SEEDS:
-            ours.ask(self._ask(seed))
+            ours.generate(self._ask(seed))
             ledger.next_half()
         for seed in self._seeds:
             self._take("repeat_disk", ours, seed, ledger)
@@ -339,7 +288,7 @@ class Experiment:
     def _take(
         self, arm: str, engine: Engine, seed: int, ledger: Ledger | None = None, *, forget: bool = False
     ) -> Answer:
-        answer = engine.ask(self._ask(seed, forget=forget))
+        answer = engine.generate(self._ask(seed, forget=forget))
         self._seconds[arm].append(answer.seconds)
         first = self._first_tokens[seed]
         (first.references if ledger is None else first.restored).append(answer)
@@ -349,7 +298,7 @@ class Experiment:
 
     def _check(self, engine: Engine, seed: int, ledger: Ledger | None = None, *, forget: bool = False) -> Answer:
         """More tokens than one, untimed: with kvtally they come from blocks that were restored just before."""
-        answer = engine.ask(self._ask(seed, forget=forget, answer_tokens=CHECKED_TOKENS))
+        answer = engine.generate(self._ask(seed, forget=forget, answer_tokens=CHECKED_TOKENS))
         if ledger is not None:
             ledger.next_half()
         return answer

@@ -11,22 +11,19 @@ Threading: the engine runs in the main thread; one more reads stdin.
 from __future__ import annotations
 
 import os
-import queue
 import random
-import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kvtally.bench.child import wire
 from kvtally.testing.engines import Done, Generate, Prompt, Reset, Settings
 from kvtally.testing.models import GDN, tiny_models
 from kvtally.testing.runner import Runner
 
-GRACE_S = 20.0  # how long an engine may take to shut down
 ROOM_TOKENS = 64  # of the longest request, beyond the prompt
 TOKENS = range(100, 1000)  # ids that every vocabulary has, and none gives a special meaning
 # Both arms get what vLLM itself would set apart beside the kernels: a core for everything else.
@@ -78,27 +75,15 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main() -> int:
-    wire = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # vLLM logs to stdout
-    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=read_lines, args=(lines,), daemon=True).start()
-    start = msgspec.json.decode(lines.get(), type=Start)
+    take, answer = wire()
+    start = msgspec.json.decode(take(), type=Start)
     arguments = arguments_of(start)
     runner = Runner(Settings(arguments))
-    wire.write(msgspec.json.encode(Ready(engine=engine_name(), model=arguments["model"])) + b"\n")
-    while line := lines.get():
-        answer = _serve(runner, msgspec.json.decode(line, type=Ask))
-        wire.write(msgspec.json.encode(answer) + b"\n")
+    answer(Ready(engine=engine_name(), model=arguments["model"]))
+    while line := take():
+        answer(_serve(runner, msgspec.json.decode(line, type=Ask)))
     runner.stop()
     return 0
-
-
-def read_lines(lines: queue.SimpleQueue[bytes]) -> None:
-    while line := sys.stdin.buffer.readline():
-        lines.put(line)
-    lines.put(b"")
-    time.sleep(GRACE_S)
-    os.killpg(0, signal.SIGKILL)
 
 
 def _serve(runner: Runner, ask: Ask) -> Answer:

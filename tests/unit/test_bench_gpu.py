@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from kvtally.bench import gpu, gpu_copies
+from kvtally.bench.child import Child
 from kvtally.bench.gpu_arms import QUICK, Bench, Job, disk_arm
-from kvtally.bench.gpu_child import Child
 from kvtally.bench.gpu_copies import CASES, Bed, _together, disk_read_gbps
 from kvtally.bench.gpu_engine import SHAPES, Answer, Settle, Start, engine_arguments, gaps_after
 from kvtally.bench.gpu_report import (

@@ -1,11 +1,11 @@
-"""A measuring process of `kvtally bench gpu`, from both ends: the bench's (`Child`) and the process's own (`serve`).
+"""A measuring process of a bench, from both ends: the bench's (`Child`) and the process's own (`wire`, `serve`).
 
-    bench.gpu ──one JSON line: what to measure──▶ stdin    ┌ python -m kvtally.bench.gpu_copies ┐
-              ◀──one JSON line: what came out───  stdout   └ or gpu_engine; its log is stderr    ┘
+    bench ──one JSON line: what to measure──▶ stdin    ┌ python -m kvtally.bench.repeat_engine, gpu_copies, ... ┐
+          ◀──one JSON line: what came out───  stdout   └ its log is stderr                                       ┘
 
-Whatever needs a GPU runs in such a process: a crash there costs one part of the bench, and its memory is free
-afterwards. Owns the pipe and the process's end: it leads a process group, which ends when its stdin does, by force if
-need be. Every wait has a deadline. Threading: in the process one thread reads stdin, the main thread does all else.
+Whatever needs an engine or a GPU runs in such a process: a crash there costs one part of the bench, and its memory is
+free afterwards. Owns the pipe and the process's end: it leads a process group, which ends when its stdin does, by force
+if need be. Every wait has a deadline. Threading: in the process one thread reads stdin, the main thread does all else.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Self, TypeVar
 
 import msgspec
 
@@ -36,16 +36,25 @@ T = TypeVar("T")
 
 
 class Child:
-    """A process that runs `module`, which calls `serve`. It is asked one thing at a time."""
+    """A process that runs `module`, which calls `wire` or `serve`. It is asked one thing at a time. `what` it is, and
+    the `remedy`, are for whoever reads that it failed."""
 
-    def __init__(self, module: str, log: Path, environment: Mapping[str, str] | None = None) -> None:
-        self._log = log
+    def __init__(
+        self,
+        module: str,
+        log: Path,
+        *,
+        python: str = sys.executable,
+        what: str = "a measuring process",
+        remedy: str = "See what its log says; --part runs parts one by one.",
+    ) -> None:
+        self._log, self._what, self._remedy = log, what, remedy
         path = [str(Path(kvtally.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         settings = {name: value for name, value in os.environ.items() if not name.startswith("KVTALLY_")}
         with log.open("ab") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module],
-                env={**settings, **(environment or {}), "PYTHONPATH": os.pathsep.join(path)},
+                [python, "-m", module],
+                env={**settings, "PYTHONPATH": os.pathsep.join(path)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
@@ -55,7 +64,7 @@ class Child:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -69,14 +78,14 @@ class Child:
         try:
             self._stdin.write(msgspec.json.encode(message) + b"\n")
         except BrokenPipeError as error:
-            raise self._broken("a measuring process ended") from error
+            raise self.broken(f"{self._what} ended") from error
         line = b""
         while not line.endswith(b"\n"):
             if not poller.poll(max(0.0, deadline - time.monotonic()) * 1e3):
-                raise self._broken(f"a measuring process did not answer within {timeout_s:g} s")
+                raise self.broken(f"{self._what} did not answer within {timeout_s:g} s")
             part = os.read(self._stdout.fileno(), 1 << 20)
             if not part:
-                raise self._broken("a measuring process ended")
+                raise self.broken(f"{self._what} ended")
             line += part
         return msgspec.json.decode(line, type=reply)
 
@@ -90,19 +99,29 @@ class Child:
         self._process.wait(STOP_S)
         self._stdout.close()
 
-    def _broken(self, what: str) -> TransportError:
+    def broken(self, what: str) -> TransportError:
         last = "\n".join(self._log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:])
-        return TransportError(f"{what}:\n{last}\n", remedy="See what its log says; --part runs parts one by one.")
+        return TransportError(f"{what}:\n{last}\n", remedy=self._remedy)
+
+
+def wire() -> tuple[Callable[[], bytes], Callable[[msgspec.Struct], None]]:
+    """In the process: how to take the next line (empty: no more will come) and how to answer it."""
+    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # libraries log to stdout, which is ours
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(lines,), daemon=True).start()
+    return lines.get, lambda answer: _send(out, answer)
 
 
 def serve(handle: Callable[[bytes], msgspec.Struct]) -> None:
     """Answer line by line until stdin ends. An error in `handle` ends the process; its traceback is in the log."""
-    wire = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # libraries log to stdout, which is ours
-    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(lines,), daemon=True).start()
-    while line := lines.get():
-        wire.write(msgspec.json.encode(handle(line)) + b"\n")
+    take, answer = wire()
+    while line := take():
+        answer(handle(line))
+
+
+def _send(out: IO[bytes], answer: msgspec.Struct) -> None:
+    out.write(msgspec.json.encode(answer) + b"\n")
 
 
 def _read(lines: queue.SimpleQueue[bytes]) -> None:
