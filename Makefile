@@ -16,7 +16,7 @@ ENGINE_STAMP := $(VENV)/.stamp-engine-$(KEY)
 PYTEST := $(BIN)/python -m pytest -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test conformance demo bench clean key
+.PHONY: help setup check .unit .rest test conformance demo bench clean key
 
 help: ## print this
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -36,10 +36,17 @@ $(ENGINE_STAMP): $(STAMP)
 	touch $@
 
 check: $(STAMP) ## lint, format, types and fast tests; under 2 minutes
+	+$(MAKE) --no-print-directory --jobs=2 --output-sync=line .unit .rest
+
+# The two halves of `check`, side by side.
+.unit:
+	$(PYTEST) -m "not slow and not engine" tests/unit
+
+.rest:
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
-	$(PYTEST) -m "not slow and not engine"
+	$(PYTEST) -m "not slow and not engine" --ignore=tests/unit
 
 test: check setup ## check, then the slow tests, then those in real vLLM engines
 	$(PYTEST) -m "slow and not engine" -o faulthandler_timeout=900

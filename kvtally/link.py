@@ -45,9 +45,12 @@ MOST_CALLS = 1_024
 MOST_UNSENT_BYTES = 16 * 1024 * 1024
 HANDSHAKE_NS = 2_000_000_000
 FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 0.5  # a store that comes back is used again soon; an attempt costs microseconds
 LONGEST_WAIT_MS = 60_000.0  # of one system call; whoever waits longer waits again
 NEVER_NS = 1 << 62
+# How long a caller that waits for a reply stays awake for it. Most replies come sooner, and a processor that went to
+# sleep takes its time to wake: with this an empty round trip takes 0.045 ms on two idle cores, without it 0.09 ms.
+SPIN_NS = 200_000
 REFUSED_PAUSE_S = 10.0  # somebody must first change a version, a token or a namespace
 
 R = TypeVar("R")
@@ -92,8 +95,9 @@ class Call(Generic[R_co]):
 
     def wait(self) -> R_co | Miss:
         """The result, at the latest when the deadline has passed."""
+        awake_until_ns = time.monotonic_ns() + SPIN_NS
         while self.result is None:
-            self._link.step(self.deadline_ns)
+            self._link.step(self.deadline_ns, awake_until_ns)
         return self.result
 
     def cancel(self) -> None:
@@ -209,13 +213,15 @@ class Link:
         if now_ns >= self._next_expiry_ns:
             self._expire(now_ns)
 
-    def step(self, deadline_ns: int) -> None:
+    def step(self, deadline_ns: int, awake_until_ns: int = 0) -> None:
         """Wait until there may be progress, at most until the deadline; then poll."""
         until_ns = deadline_ns if self.session is not None else min(deadline_ns, self._wake_ns)
-        wait_ms = (until_ns - time.monotonic_ns()) / 1e6
         poller = select.poll()
         if self._connection is not None:
             poller.register(self._connection.fd, self._connection.events)
+            while time.monotonic_ns() < min(until_ns, awake_until_ns) and not poller.poll(0):
+                pass
+        wait_ms = (until_ns - time.monotonic_ns()) / 1e6
         poller.poll(min(max(wait_ms, 0.0), LONGEST_WAIT_MS))
         self.poll()
 

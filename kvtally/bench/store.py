@@ -85,8 +85,8 @@ class Scale:
     objects: int = 64  # of 2 MiB, in one set
     memory_bytes: int = 2048 * MIB
     rounds: int = 30
-    lookup_blocks: int = 12
-    lookups_per_block: int = 40
+    lookup_blocks: int = 40  # short ones: the quietest of them is what the store takes, not its neighbours
+    lookups_per_block: int = 16
     windows: int = 3
     window_s: float = 0.5
     clients: tuple[int, ...] = (1, 2, 4, 8)
