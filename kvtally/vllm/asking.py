@@ -34,6 +34,10 @@ EARLY_NS = 60_000_000_000  # how long an early inquiry may go on; what it holds 
 REFRESH_NS = 100_000_000  # an early answer older than this is asked for again where it was not the whole prompt
 LATE_NS = 500_000_000  # how long after its deadline an inquiry is believed to be answered yet
 MEASURED_TOKENS = 64  # in a step, for it to tell how fast prompts are computed
+# An engine that computes nothing asks again and again, and takes the interpreter from the thread that could answer. It
+# waits for the answer instead, once in a step, and so long at most.
+IDLE_WAIT_S = 0.002
+LEAST_GAIN_S = 0.005  # a load takes some steps of the engine: what is computed sooner than this is not loaded
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +90,8 @@ class Asking:
         self._prefetch = prefetch
         self._always_load = always_load
         self._waiting = 0  # requests that have not begun
+        self._running = 0  # those that have
+        self._has_waited = False  # in this step
         self._rate = Rate()
         self._steps: deque[tuple[int, int]] = deque(maxlen=4)  # launched and not done: when, and how many tokens
         self._step_ended_ns = 0
@@ -110,6 +116,9 @@ class Asking:
         inquiry = question.inquiry
         if inquiry is None:
             return question.answer
+        if inquiry.answer is None and not self._running and not self._has_waited:
+            self._has_waited = True
+            self._inquiries.wait(inquiry, IDLE_WAIT_S)
         answer = inquiry.answer
         if answer is None and time.monotonic_ns() > inquiry.deadline_ns + LATE_NS:
             self._inquiries.cancel(inquiry)  # its thread has failed, or is not given the processor
@@ -125,6 +134,7 @@ class Asking:
         if not question.is_started:
             question.is_started = True
             self._waiting -= 1
+            self._running += 1
 
     def again(self, question: Question) -> None:
         """It was preempted: another life, another question."""
@@ -132,19 +142,37 @@ class Asking:
 
     def ended(self, question: Question) -> None:
         """It is over; an answer that nobody took, or that is yet to come, is given back."""
-        if not question.is_started:
+        if question.is_started:
+            self._running -= 1
+        else:
             self._waiting -= 1
-        if question.inquiry is not None and question.answer is None:
-            self._inquiries.cancel(question.inquiry)
-            if question.inquiry.is_early:
-                was_answered = question.inquiry.answer is not None
-                self._tally.count(PREFETCHES, "wasted" if was_answered else "cancelled")
+        self._cancel(question)
 
     def forget(self, question: Question) -> None:
         """The store is made to forget everything: nothing is promised any more."""
         if question.answer is None and question.inquiry is not None:
             self._inquiries.cancel(question.inquiry)
             question.answer = Answer(0, [], None, MissReason.ABSENT, 0.0)
+
+    def is_trifle(self, question: Question, tokens: int) -> bool:
+        """Whether so many tokens are computed sooner than they could be loaded. A hand-off is loaded all the same."""
+        return question.handoff is None and tokens < self._tokens_s * LEAST_GAIN_S
+
+    def leave(self, question: Question) -> bool:
+        """Nothing could be gained by waiting for an answer. False: it is there already."""
+        if question.answer is not None or (question.inquiry is not None and question.inquiry.answer is not None):
+            return False
+        self._cancel(question)
+        question.answer = Answer(0, [], None, "", 0.0)
+        return True
+
+    def _cancel(self, question: Question) -> None:
+        if question.inquiry is None or question.answer is not None:
+            return
+        self._inquiries.cancel(question.inquiry)
+        if question.inquiry.is_early:
+            was_answered = question.inquiry.answer is not None
+            self._tally.count(PREFETCHES, "wasted" if was_answered else "cancelled")
 
     def _ask(self, question: Question, *, is_early: bool = False) -> None:
         request = question.request
@@ -208,6 +236,7 @@ class Asking:
         return 0 if self._always_load else int(self._rate.tokens_s)
 
     def step_launched(self, tokens: int) -> None:
+        self._has_waited = False
         if tokens:
             self._steps.append((time.monotonic_ns(), tokens))
 

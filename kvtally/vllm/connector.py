@@ -64,7 +64,7 @@ R = TypeVar("R")
 RESET_S = 5.0  # how long a reset of the cache may stop the engine
 # An engine that has nothing to compute steps in a tight loop until transfers are done, and takes the interpreter from
 # the thread that carries them out. In such steps it waits for that thread instead, so long at most.
-IDLE_WAIT_S = 0.002
+IDLE_WAIT_S = 0.005
 
 failures: Counter[str] = Counter()  # exceptions that the edge has turned into misses, by method
 

@@ -101,12 +101,14 @@ class Inquiry:
 
 
 class Inquiries:
-    """Start with `start()`; every method may be called from the scheduler's thread; all but `reset` return at once."""
+    """Start with `start()`. Every method may be called from the scheduler's thread; all but `wait` and `reset` return
+    at once."""
 
     def __init__(self, connect: Callable[[], StoreClient]) -> None:
         self._connect = connect
         self._commands: queue.SimpleQueue[Callable[[StoreClient], None] | None] = queue.SimpleQueue()
         self._active: list[Inquiry] = []
+        self._news = threading.Condition()  # told of every answer
         self.store = ""  # name of the store's process, once there is a connection
         self._thread = threading.Thread(target=self._run, name="kvtally-inquiry", daemon=True)
 
@@ -120,6 +122,11 @@ class Inquiries:
         """The scheduler has come to the request."""
         self._commands.put(lambda client: self._hasten(client, inquiry))
 
+    def wait(self, inquiry: Inquiry, timeout_s: float) -> None:
+        """Until it is answered, or the time is over."""
+        with self._news:
+            self._news.wait_for(lambda: inquiry.answer is not None, timeout_s)
+
     def cancel(self, inquiry: Inquiry) -> None:
         """The request is over before its answer was taken: whatever is held for it, or will be, is given back."""
         inquiry.is_cancelled = True
@@ -132,7 +139,7 @@ class Inquiries:
         self._commands.put(lambda client: self._forget(client.file_receipt(ticket, half)))
 
     def reset(self, timeout_s: float) -> bool:
-        """Have the store forget this engine's namespace. The one method that waits, and no longer than this."""
+        """Have the store forget this engine's namespace. Waits, and no longer than this."""
         done: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._commands.put(lambda client: done.put(not isinstance(client.reset(timeout_s=timeout_s).wait(), Miss)))
         try:
@@ -189,7 +196,7 @@ class Inquiries:
             inquiry.ends.append(tail.end_tokens)
             inquiry.chains.append(tail.chain)
         if not inquiry.ends:
-            inquiry.answer = Answer(0, [], None, "", 0.0)
+            self._answer(inquiry, Answer(0, [], None, "", 0.0))
             return
         if inquiry.handoff is not None:
             inquiry.foreign = self._doubt(client, inquiry, inquiry.handoff)
@@ -334,7 +341,12 @@ class Inquiries:
         if outcome is not None:
             weighed = outcome.left_tokens, outcome.load_ms, outcome.compute_ms
             answer = answer._replace(left_tokens=weighed[0], load_ms=weighed[1], compute_ms=weighed[2])
-        inquiry.answer = answer
+        self._answer(inquiry, answer)
+
+    def _answer(self, inquiry: Inquiry, answer: Answer) -> None:
+        with self._news:
+            inquiry.answer = answer
+            self._news.notify()
 
     def _give_back(self, client: StoreClient, lease: Lease | None) -> None:
         if lease is not None:

@@ -138,6 +138,13 @@ class SchedulerHalf:
             self._let_go(track)
             track.preemptions = request.num_preemptions
             self._asking.again(track)
+        # Where the engine's own cache covers nearly all, nobody waits for the store. (With recurrent states that is
+        # not known here: what vLLM counts as computed may be attention without its state.)
+        is_covered = not self._has_states and self._asking.is_trifle(track, request.num_tokens - 1 - computed_tokens)
+        if is_covered and self._asking.leave(track):
+            known = computed_tokens // self._layout.namespace.chunk_tokens
+            track.saved_chunks = max(track.saved_chunks, known)  # they were saved when they were computed
+            return 0, False
         if track.answer is None:
             answer = self._asking.answer(track)
             if answer is None:
@@ -152,7 +159,7 @@ class SchedulerHalf:
             track.reason = MissReason.LEASE_EXPIRED if lease.session.alive else MissReason.STORE_UNREACHABLE
             self.tally.count(MISSES, track.reason)
             self._let_go(track)
-        if lease is None or not lease.is_live:
+        if lease is None or not lease.is_live or is_covered:
             return 0, False
         external = track.answer.end_tokens - computed_tokens
         if external > 0:

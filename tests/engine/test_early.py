@@ -64,6 +64,23 @@ def test_idempotent(half: Callable[..., Any], inquiries: Asked, bench: Bench) ->
     assert len(inquiries.asked) == 2
 
 
+def test_where_the_engine_holds_nearly_all_nobody_waits_for_the_store(half: Callable[..., Any], bench: Bench) -> None:
+    """PROMPT has 200 tokens: with 192 in the engine's cache the store could add 7, and this engine computes
+    that sooner than anything is loaded."""
+    save(bench)
+    fast = half()
+    fast._asking.step_launched(100_000)
+    fast._asking.step_done()
+    hit = request("hit")
+    fast.on_new_request(hit)
+    assert fast.matched_tokens(hit, 192) == (0, False)
+    assert not fast._asking.is_trifle(fast._tracks["hit"], 1_000_000_000)
+    slow, cold = half(), request("cold")
+    slow.on_new_request(cold)
+    assert matched(slow, cold) == 192
+    assert slow.matched_tokens(cold, 64) == (128, True)
+
+
 def test_arrival_costs_the_engine_less_than_50_microseconds(half: Callable[..., Any]) -> None:
     scheduler = half()
     tokens = list(range(16_000))

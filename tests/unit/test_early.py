@@ -11,11 +11,16 @@ from typing import Any
 
 import pytest
 
+from kvtally.client import StoreClient
+from kvtally.core.receipts import Role
+from kvtally.vllm import asking as asking_module
 from kvtally.vllm.asking import Asking, Question
+from kvtally.vllm.handoff import Handoff
+from kvtally.vllm.inquiry import Answer
 from kvtally.vllm.path import Extras
 from kvtally.vllm.path import Path as TokenPath
 from kvtally.vllm.tally import Tally
-from tests.unit.early_kit import CHUNK, PROMPT, Asked, bench, inquiries, request, save, store
+from tests.unit.early_kit import CHUNK, DENSE, PROMPT, Asked, bench, inquiries, request, save, store
 from tests.unit.shell import Bench, Running, eventually
 
 __all__ = ["bench", "inquiries", "store"]  # fixtures
@@ -153,3 +158,94 @@ def test_loading_is_weighed_only_when_the_rate_is_known_and_not_when_told_to_loa
     unknown, known, _, never = (inquiry.prefill_tokens_s for inquiry in inquiries.asked)
     assert (unknown, never) == (0, 0)
     assert 0 < known <= 50_000
+
+
+# ---- an engine that computes nothing
+
+
+def test_an_idle_engine_waits_for_the_answer_instead_of_asking_again(
+    asking: Callable[..., Asking], bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking_module, "IDLE_WAIT_S", 10.0)
+    save(bench)
+    scheduler = asking()
+    asked = question()
+    scheduler.arrived(asked)
+    answer = scheduler.answer(asked)
+    assert answer is not None
+    assert answer.end_tokens == 192
+
+
+def waits(asking: Asking, asked: Question) -> bool:
+    """Whether the scheduler was kept. Nobody answers."""
+    begun = time.monotonic()
+    assert asking.answer(asked) is None
+    return time.monotonic() - begun >= asking_module.IDLE_WAIT_S
+
+
+def test_it_waits_once_in_a_step_and_not_while_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking_module, "IDLE_WAIT_S", 0.2)
+    nobody = Asked(lambda: StoreClient("nowhere"))  # not started
+    scheduler = Asking(nobody, Tally(), full_groups=(0,), wait_ms=2000)
+    first, second, running = question("first"), question("second"), question("running")
+    for asked in (first, second, running):
+        scheduler.arrived(asked)
+    assert waits(scheduler, first)
+    assert not waits(scheduler, second)
+    scheduler.step_launched(0)
+    assert waits(scheduler, second)
+    scheduler.began(running)
+    scheduler.step_launched(1)
+    assert not waits(scheduler, first)
+    scheduler.ended(running)
+    scheduler.step_launched(0)
+    assert waits(scheduler, first)
+
+
+# ---- what is not worth asking for
+
+
+def test_a_trifle_is_computed(asking: Callable[..., Asking], monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = asking()
+    asked = question()
+    assert not scheduler.is_trifle(asked, 1)  # how fast this engine is, is not known yet
+    monkeypatch.setattr(time, "monotonic_ns", iter([0, 1_000_000_000]).__next__)
+    scheduler.step_launched(1_000)
+    scheduler.step_done()
+    monkeypatch.undo()
+    assert scheduler.is_trifle(asked, 4)
+    assert not scheduler.is_trifle(asked, 6)
+    handed_over = Question(request(), TokenPath(CHUNK, Extras()), Handoff(ticket="t", role=Role.DECODE))
+    assert not scheduler.is_trifle(handed_over, 4)
+
+
+def test_always_load_loads_trifles_too(asking: Callable[..., Asking]) -> None:
+    scheduler = asking(always_load=True)
+    scheduler.step_launched(1_000_000_000)
+    scheduler.step_done()
+    assert not scheduler.is_trifle(question(), 1)
+
+
+def test_what_was_asked_for_a_trifle_is_given_back(bench: Bench, store: Running) -> None:
+    save(bench)
+    late = Asked(lambda: StoreClient(str(bench.path), namespace=DENSE))
+    scheduler = Asking(late, Tally(), full_groups=(0,), wait_ms=2000)
+    asked = question()
+    scheduler.arrived(asked)
+    assert scheduler.leave(asked)
+    assert scheduler.answer(asked) == Answer(0, [], None, "", 0.0)
+    scheduler.ended(asked)
+    late.start()
+    eventually(lambda: late.asked[0].answer is not None)
+    eventually(lambda: store.stats("leases", "open") == 0)
+    late.stop()
+
+
+def test_an_answer_that_is_there_is_taken(asking: Callable[..., Asking], inquiries: Asked, bench: Bench) -> None:
+    save(bench)
+    scheduler = asking()
+    asked = question()
+    scheduler.arrived(asked)
+    eventually(lambda: inquiries.asked[0].answer is not None)
+    assert not scheduler.leave(asked)
+    assert matched(scheduler, asked) == 192
