@@ -67,6 +67,8 @@ from kvtally.wire.messages import (
 
 __all__ = ["Call", "Lease", "Miss", "Put", "ReadSlot", "SharedLease", "StoreClient", "question"]
 
+# What a silent store is not asked for. Everything else says what is over: it must hear that as soon as it listens.
+QUESTIONS = (Lookup, SlotsGet, PutBegin)
 TIMEOUT_S = 2.0
 GIVE_BACK_S = 2.0  # for what nobody waits for
 
@@ -418,6 +420,8 @@ class StoreClient:
         timeout_s: float | None,
         wait_ms: int = 0,
     ) -> Call[R]:
+        if self._link.is_silent and isinstance(request, QUESTIONS):
+            return self._link.answered(Miss(MissReason.DEADLINE, "the store does not answer: not asked [KV-501]"))
         return self._link.submit(request, finish, self._deadline_ns(timeout_s, wait_ms))
 
     def _deadline_ns(self, timeout_s: float | None, wait_ms: int = 0) -> int:

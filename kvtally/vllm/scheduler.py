@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ from kvtally.vllm.inquiry import Answer, Inquiries
 from kvtally.vllm.layout import EngineLayout
 from kvtally.vllm.meta import LoadJob, LoadReport, Metadata, SaveItem, SaveJob, WorkerReport
 from kvtally.vllm.path import Boundary, Path, extras_of
-from kvtally.vllm.tally import MISSES, TOKENS, Tally
+from kvtally.vllm.tally import MISSES, SAVES, TOKENS, Tally
 from kvtally.wire.messages import MissReason
 
 if TYPE_CHECKING:
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger("kvtally.vllm")
+
+# Of the engine's blocks, so many may be held for saves. Where saving is slower than computing, or the store takes
+# nothing, the engine must not run out of them.
+MOST_HELD = 1 / 4
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +94,7 @@ class SchedulerHalf:
         self._diverge_again = True
         self._tracks: dict[str, Track] = {}
         self._held: dict[int, tuple[list[int], int]] = {}  # save job -> blocks held for it, ranks still to report
+        self._held_blocks = 0
         self._loads: list[LoadJob] = []
         self._reports: dict[str, LoadReport] = {}  # of loads that some ranks have finished
         self._late_saves: list[SaveJob] = []  # of finished requests, for the next step
@@ -245,7 +250,7 @@ class SchedulerHalf:
             is_planned = True
         finally:
             if not is_planned:  # the edge turns this into an empty step: nobody would ever report these jobs
-                self._unhold(saves)
+                self._unhold(job.id for job in saves)
         is_idle = not output.total_num_scheduled_tokens
         metadata = Metadata(self._loads, saves, self._late_saves, is_idle=is_idle)
         self._loads, self._late_saves = [], []
@@ -266,15 +271,23 @@ class SchedulerHalf:
             computed_end = track.request.num_computed_tokens + count
             if computed_end >= track.request.num_prompt_tokens and not track.is_prefill:
                 self._file_receipt(track)  # before the first token goes out: whoever gets it may ask for the receipt
-            if track.is_opaque or not self._saves:
-                continue
-            items = self._chunk_items(track, computed_end, tables)
-            items += self._tail_items(track, computed_end, tables)
-            self._add_job(saves, track.request, items)
+            if self._is_saved(track):  # what is left now is saved with a later step
+                items = self._chunk_items(track, computed_end, tables)
+                items += self._tail_items(track, computed_end, tables)
+                self._add_job(saves, track.request, items)
         for request_id, offers in state.boundary_state_offloads.items():
             track = self._tracks.get(request_id)
-            if track is not None and not track.is_opaque and self._saves:
+            if track is not None and self._is_saved(track):
                 self._add_job(saves, track.request, self._state_items(track, offers))
+
+    def _is_saved(self, track: Track) -> bool:
+        """Whether this step's blocks of a request may be held and saved."""
+        if track.is_opaque or not self._saves or self._pool is None:
+            return False
+        if self._held_blocks < self._pool.num_gpu_blocks * MOST_HELD:
+            return True
+        self.tally.count(SAVES, "left")
+        return False
 
     def _chunk_items(self, track: Track, computed_end: int, tables: Sequence[Sequence[int]]) -> list[SaveItem]:
         """Attention objects of every chunk that this step completes."""
@@ -342,11 +355,14 @@ class SchedulerHalf:
         blocks = sorted({block for item in items for block in item.block_ids})
         self._pool.touch([self._pool.blocks[block] for block in blocks])
         self._held[self._last_job] = (blocks, self._world_size)
+        self._held_blocks += len(blocks)
+        self.tally.count(SAVES, "taken")
         jobs.append(SaveJob(self._last_job, items))
 
-    def _unhold(self, jobs: list[SaveJob]) -> None:
+    def _unhold(self, jobs: Iterable[int]) -> None:
         for job in jobs:
-            blocks, _ = self._held.pop(job.id)
+            blocks, _ = self._held.pop(job)
+            self._held_blocks -= len(blocks)
             if self._pool is not None:
                 self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
 
@@ -357,15 +373,14 @@ class SchedulerHalf:
             for job, ranks in report.stored.items():
                 self.events.stored(job, ranks)
         for job, ranks in report.saved.items():
-            held = self._held.pop(job, None)
+            held = self._held.get(job)
             if held is None:
                 continue
             blocks, missing = held
             if missing > ranks:
                 self._held[job] = (blocks, missing - ranks)
                 continue
-            if self._pool is not None:
-                self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
+            self._unhold([job])
             if self.events is not None:
                 self.events.ended(job)
         for request_id, load in report.loads.items():

@@ -45,12 +45,18 @@ PREFETCHES = Count(
     "outcome",
     ("in_time", "late", "wasted", "cancelled", "skipped"),
 )
+SAVES = Count(
+    "saves",
+    "Saves that were taken; and steps of requests in which none could be: too many blocks wait to be saved already.",
+    "outcome",
+    ("taken", "left"),
+)
 WAIT = Duration("wait_seconds", "From the arrival of a prompt until its hit was known and staged in host memory.")
 EXPOSED = Duration("exposed_seconds", "Of that: after the scheduler had come to the request.")
 LOAD = Duration("load_seconds", "One load of one request by one worker.")
 SAVE = Duration("save_seconds", "One save of one request's step by one worker.")
 
-COUNTS = (LOOKUPS, TOKENS, BYTES, MISSES, PREFETCHES)
+COUNTS = (LOOKUPS, TOKENS, BYTES, MISSES, PREFETCHES, SAVES)
 DURATIONS = (WAIT, EXPOSED, LOAD, SAVE)
 
 Counts = Mapping[str, Mapping[str, int]]  # metric -> label value -> sum

@@ -1,10 +1,13 @@
-"""Too little KV memory for what is asked at once: requests are preempted and go on later, with what the store has of
-them. Their outputs are those of requests that had the engine to themselves.
+"""Little KV memory. Where it is too little for what is asked at once, requests are preempted and go on later, with what
+the store has of them. And where the store does not take what is to be saved, blocks that wait for it do not stop the
+engine. Outputs are those of requests that had the engine to themselves.
 """
 
 from __future__ import annotations
 
 import random
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +23,10 @@ pytestmark = pytest.mark.engine
 
 AT_ONCE = 6
 BLOCKS = 44  # enough for some of the requests to the end, not for all
+
+
+TRIES = 20
+STOPPED_PROMPTS = 30  # what they compute is several times the engine's memory
 
 
 def test_preempted_requests_are_right(
@@ -49,3 +56,41 @@ def test_preempted_requests_are_right(
                 assert not compare(right, output, TOLERANCE).problem
         assert any(output.cached_tokens for output in outputs)
     assert store.stats()["leases"]["open"] == 0
+
+
+def test_a_store_that_takes_nothing_does_not_stop_the_engine(
+    tiny_model: Callable[[Recipe, int], Model],
+    store_in: Callable[[Path], StoreProcess],
+    tmp_path: Path,
+) -> None:
+    """The first request waits for the store until its deadline, and so does the first save. Nobody after them does."""
+    store = store_in(tmp_path)
+    pick = random.Random(5)
+    prompts = [Prompt([pick.randrange(10, 900) for _ in range(500)]) for _ in range(STOPPED_PROMPTS)]
+    arguments = {
+        **tiny_model(DENSE, 0).settings,
+        "max_model_len": 1024,
+        "num_gpu_blocks_override": BLOCKS,
+        "kv_transfer_config": dict(store.connector(wait_ms=1_000).kv_transfer_config),
+    }
+    with Engine(arguments, tmp_path / "engine.log") as engine:
+        right = [engine.generate([replace(prompt, salt="before")])[0] for prompt in prompts[:2]]
+        begun = time.monotonic()
+        engine.generate([replace(prompt, salt="calm") for prompt in prompts[:4]])
+        calm_s = (time.monotonic() - begun) / 4
+        store.signal(signal.SIGSTOP)
+        begun = time.monotonic()
+        outputs = [engine.generate([replace(prompt, salt="stopped")])[0] for prompt in prompts]
+        stopped_s = time.monotonic() - begun
+        print(f"{STOPPED_PROMPTS} requests took {stopped_s:.1f} s; one took {calm_s:.2f} s before")
+        store.signal(signal.SIGCONT)
+        for before, after in zip(right, outputs, strict=False):
+            assert not compare(before, after, TOLERANCE).problem
+        assert stopped_s < 10.0 + 3 * calm_s * STOPPED_PROMPTS, (stopped_s, calm_s)
+        assert engine.counters()["vllm:kvtally_saves/left"] > 0
+        for _ in range(TRIES):  # as soon as the store is heard again, it is used again
+            engine.reset()
+            if engine.generate([replace(prompts[0], salt="afterwards")])[0].cached_tokens:
+                return
+            time.sleep(0.2)
+        pytest.fail(f"the store is not used again: {engine.counters()}")

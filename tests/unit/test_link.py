@@ -51,6 +51,7 @@ from tests.unit.fake_store import (
     SOON_S,
     TOKEN,
     Action,
+    FakeStore,
     World,
     missed,
     objects,
@@ -123,6 +124,50 @@ def test_a_store_stopped_in_the_middle_of_a_message(world: World) -> None:
     missed(client.ping(timeout_s=0.1).wait(), MissReason.DEADLINE)
     missed(client.ping(timeout_s=0.1).wait(), MissReason.DEADLINE)
     assert time.monotonic() - begun < 2.0
+
+
+def _silenced(world: World, monkeypatch: pytest.MonkeyPatch, silent_s: float = 60.0) -> tuple[FakeStore, StoreClient]:
+    """A store that left a lookup without an answer for longer than it may."""
+    monkeypatch.setattr(link_module, "SILENCE_NS", 50_000_000)
+    monkeypatch.setattr(link_module, "SILENT_NS", int(silent_s * 1e9))
+    store = world.store()
+    client = world.client()
+    client.connect()
+    store.on[Lookup] = store.on[PutBegin] = lambda _: []
+    missed(client.lookup(QUESTION, timeout_s=0.1).wait(), MissReason.DEADLINE)
+    return store, client
+
+
+def test_a_silent_store_is_asked_for_nothing_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, client = _silenced(world, monkeypatch)
+    store.take(Lookup)
+    begun = time.monotonic()
+    for _ in range(5):
+        missed(client.hold(QUESTION, timeout_s=10.0).wait(), MissReason.DEADLINE)
+        missed(client.put_begin([objects(1)[0][0]], timeout_s=10.0).wait(), MissReason.DEADLINE)
+    assert time.monotonic() - begun < 5.0
+    assert not store.saw(Lookup)
+    assert not store.saw(PutBegin)
+    assert client.misses == {MissReason.DEADLINE: 11}
+
+
+def test_it_is_still_told_what_is_over_and_used_again_after_a_word(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, client = _silenced(world, monkeypatch)
+    assert isinstance(client.ping().wait(), Done)  # it says something
+    call = client.lookup(QUESTION, timeout_s=10.0)
+    store.take(Lookup)
+    until(client, lambda: store.saw(Lookup))
+    call.cancel()
+
+
+def test_somebody_tries_again_after_a_while(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, client = _silenced(world, monkeypatch, silent_s=0.1)
+    store.take(Lookup)
+    time.sleep(0.15)
+    missed(client.lookup(QUESTION, timeout_s=0.01).wait(), MissReason.DEADLINE)
+    until(client, lambda: store.saw(Lookup))
 
 
 def test_what_comes_too_late_is_given_back(world: World) -> None:
