@@ -32,6 +32,9 @@ MOST_AHEAD = 1 << 16
 MOST_PRIORITY = 16
 LEVEL_TURNS = 1_024  # what one level of priority is worth, in places of the queue
 MOMENT_S = 0.1  # how much a tier is given to do at once
+PATIENCE_NS = 2_000_000_000  # with a tier from which nothing comes, beyond what its speed explains
+NEW_PATIENCE_NS = 10_000_000_000  # the same, as long as its speed is not known
+LARGEST_READ_BYTES = 64 << 20
 FEWEST_READS = 3  # in flight however slow a tier is: one for each of its reader threads
 KEPT = 0.97  # of what was measured before, with each measurement
 
@@ -279,6 +282,13 @@ class Speed:
     def bytes_s(self) -> float:
         """0: not known yet."""
         return self._bytes / self._ns * 1e9 if self._ns else 0.0
+
+    def is_stuck(self, now_ns: int) -> bool:
+        """Whether nothing has come for far longer than its largest read takes: the device hangs."""
+        patience_ns = NEW_PATIENCE_NS
+        if self._ns:
+            patience_ns = PATIENCE_NS + int(4 * LARGEST_READ_BYTES / self.bytes_s * 1e9)
+        return self._busy > 0 and now_ns - self._since_ns >= patience_ns
 
     def began(self, now_ns: int) -> None:
         if not self._busy:

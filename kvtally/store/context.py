@@ -133,7 +133,8 @@ class TierState:
     unremoved: dict[ObjectKey, None] = field(default_factory=dict)
 
     def readable(self, now_ns: int) -> bool:
-        return now_ns >= self.read_paused_until_ns
+        """Whether it is worth asking now. One that hangs is asked for nothing more until something comes."""
+        return now_ns >= self.read_paused_until_ns and not self.speed.is_stuck(now_ns)
 
     def writable(self, now_ns: int) -> bool:
         return now_ns >= self.write_paused_until_ns
@@ -154,6 +155,8 @@ class TierState:
             del self.unremoved[next(iter(self.unremoved))]
 
     def state(self, now_ns: int) -> str:
+        if self.speed.is_stuck(now_ns):
+            return "stuck"
         if not self.readable(now_ns):
             return "failing"
         return "ok" if self.writable(now_ns) else "not-writing"

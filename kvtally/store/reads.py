@@ -137,7 +137,7 @@ class Reads:
                 self._count(request, 0, MissReason.LIMIT)
                 self._context.send(session, Found(request.id, 0, reason=MissReason.LIMIT))
                 return
-        reason = self._reason(family, request, view)
+        reason = self._reason(family, request, view, now_ns)
         if lease is None or lease.announced:
             self._count(request, view.hit.end_tokens, reason)
         in_arena = view.hit.end_tokens
@@ -175,7 +175,7 @@ class Reads:
         known = {node.end + length for node in nodes if node is not None and node.tails for length in node.tails}
         return [end - view.hit.end_tokens for end in sorted(known)[-MOST_TAILS:]]
 
-    def _reason(self, family: Family, request: Lookup, view: View) -> str:
+    def _reason(self, family: Family, request: Lookup, view: View, now_ns: int) -> str:
         """Why the hit is not longer: the nearest cause, in the one list of reasons."""
         limit, step = request.limit_tokens, request.alignment_tokens
         last = next((end for end in reversed(request.ends) if end <= limit and end % step == 0), 0)
@@ -183,6 +183,11 @@ class Reads:
             return ""
         if view.hopeful.end_tokens > view.hit.end_tokens:
             return MissReason.PENDING
+        everywhere = range(len(self._context.tiers) + 1)
+        if len(self._context.readable_tiers(now_ns)) < len(everywhere):
+            rows = self._residency.presence(family, self._residency.masks(family, view.path, everywhere))
+            if hit_of(family, request, rows).end_tokens > view.hit.end_tokens:
+                return MissReason.STAGING_FAILED  # a tier that fails or hangs has it
         following = view.hit.boundaries
         specs = family.namespace.groups
         full = [row[following] for spec, row in zip(specs, view.rows, strict=True) if spec.kind is GroupKind.FULL]

@@ -170,6 +170,32 @@ def test_a_slow_tier_does_not_stop_the_others() -> None:
     assert [prompt for prompt in node.reading() if prompt == 4] == [4] * 4
 
 
+def test_a_tier_that_hangs_is_asked_for_nothing_more_until_something_comes() -> None:
+    node = Node({1: (1, 1), 2: (1, 2), 3: (2, 2)})
+    node.lookup(1)
+    node.land(after_s=1e-6)  # its speed is known now
+    assert node.lookup(2).end_tokens == 2 * CHUNK
+    assert node.tier()["state"] == "ok"
+    node.now_ns += 3_000_000_000  # nothing comes
+    assert node.tier()["state"] == "stuck"
+    missed = node.lookup(2)
+    assert (missed.end_tokens, missed.reason) == (0, MissReason.STAGING_FAILED)
+    assert node.lookup(1).end_tokens == CHUNK  # it is in memory
+    assert node.lookup(3).end_tokens == 2 * CHUNK  # the other tier is as good as before
+    node.land()
+    assert node.tier()["state"] == "ok"
+    assert node.lookup(2).end_tokens == 2 * CHUNK
+
+
+def test_a_new_tier_is_given_more_time() -> None:
+    node = Node({1: (1, 2)})
+    node.lookup(1)
+    node.now_ns += 5_000_000_000
+    assert node.lookup(1).end_tokens == 2 * CHUNK
+    node.now_ns += 6_000_000_000
+    assert node.lookup(1).end_tokens == 0
+
+
 def test_what_is_cancelled_is_given_back_at_once() -> None:
     node = Node({1: (1, 4), 2: (1, 4)}, staging=1)
     first, second = node.lookup(1, early=True), node.lookup(2, early=True)
