@@ -449,7 +449,8 @@ class SchedulerHalf:
         """The end of the conversation so far, so that its next turn goes on from here."""
         end = min(track.request.num_computed_tokens, track.request.num_tokens)
         if end > track.request.num_prompt_tokens and self._is_path_free(track):
-            self._add_job(self._late_saves, track.request, self._end_items(track, end, block_ids))
+            items = self._chunk_items(track, end, block_ids)  # those that were left while too many blocks were held
+            self._add_job(self._late_saves, track.request, items + self._end_items(track, end, block_ids))
 
     def _end_items(self, track: Track, end: int, block_ids: Sequence[Sequence[int]]) -> list[SaveItem]:
         """Everything at the end of what a finished request has computed; nothing if a state there is missing.
@@ -482,7 +483,7 @@ class SchedulerHalf:
         items: list[SaveItem] = []
         if end and not track.is_opaque and self._is_path_free(track) and request.num_computed_tokens >= end:
             items = self._end_items(track, end, block_ids)
-            self._add_job(self._late_saves, request, items)
+            self._add_job(self._late_saves, request, self._chunk_items(track, end, block_ids) + items)
         is_whole_chunks = end % self._layout.namespace.chunk_tokens == 0 and not self._recurrent
         saved = end if items or (end and is_whole_chunks) else 0
         chain = track.path.tail(request.all_token_ids, saved).chain if saved else b""

@@ -1,0 +1,118 @@
+"""What the scheduler half has saved, and how many blocks it holds for it. Requests and vLLM's block pool are fakes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.unit.early_kit import CHUNK, DENSE, Asked, bench, inquiries, request, store
+
+__all__ = ["bench", "inquiries", "store"]  # fixtures
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+BLOCK = 16
+POOL = 40  # blocks, of which ten may be held
+
+
+class Pool:
+    """vLLM's, as far as the scheduler half uses it."""
+
+    num_gpu_blocks = POOL
+    blocks = range(POOL)
+
+    def __init__(self) -> None:
+        self.held: Counter[int] = Counter()
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        self.held.update(blocks)
+
+    def free_blocks(self, blocks: Sequence[int]) -> None:
+        self.held -= Counter(blocks)
+
+
+class Scene:
+    """One engine whose requests compute a chunk with each step."""
+
+    def __init__(self, inquiries: Asked) -> None:
+        from kvtally.vllm.layout import EngineLayout
+        from kvtally.vllm.scheduler import SchedulerHalf
+
+        layout = EngineLayout(namespace=DENSE, group_ids=(0,), layer_names=(("l",),), block_tokens=BLOCK)
+        self.pool = Pool()
+        self.half = SchedulerHalf(layout, inquiries, world_size=1, wait_ms=0, reads=False)
+        self.half.bind(SimpleNamespace(block_pool=self.pool))  # type: ignore[arg-type]
+        self.tables: dict[str, list[int]] = {}
+        self.asked: dict[str, Any] = {}
+
+    def arrive(self, name: str, first_block: int, tokens: int, **changes: Any) -> None:
+        self.tables[name] = list(range(first_block, first_block + -(-tokens // BLOCK)))
+        self.asked[name] = request(name, [first_block] * tokens, **changes)
+        self.half.on_new_request(self.asked[name])
+        self.half.matched_tokens(self.asked[name], 0)
+
+    def step(self, *names: str) -> list[list[int]]:
+        """The blocks that are to be saved, job by job."""
+        state = SimpleNamespace(get_block_ids=lambda name: [self.tables[name]], boundary_state_offloads={})
+        scheduled = dict.fromkeys(names, CHUNK)
+        output = SimpleNamespace(
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            kv_connector_block_state=state,
+        )
+        metadata = self.half.build_metadata(output)  # type: ignore[arg-type]
+        for name in names:
+            self.asked[name].num_computed_tokens += CHUNK
+        return [[block for item in job.items for block in item.block_ids] for job in metadata.saves]
+
+    def saved(self, *jobs: int) -> None:
+        from kvtally.vllm.meta import WorkerReport
+
+        self.half.update(WorkerReport(dict.fromkeys(jobs, 1), 0, {}, {}))
+
+
+@pytest.fixture
+def scene(inquiries: Asked) -> Scene:
+    return Scene(inquiries)
+
+
+def test_blocks_are_held_until_they_are_saved(scene: Scene) -> None:
+    scene.arrive("a", 1, 2 * CHUNK + 1)
+    assert scene.step("a") == [[1, 2, 3, 4]]
+    assert set(scene.pool.held) == {1, 2, 3, 4}
+    scene.saved(1)
+    assert not scene.pool.held
+
+
+def test_no_more_than_a_quarter_is_held_and_the_rest_is_saved_later(scene: Scene) -> None:
+    for number, name in enumerate("abc"):
+        scene.arrive(name, 1 + 10 * number, 2 * CHUNK + 1)
+    assert len(scene.step("a", "b", "c")) == 3  # the third began when eight were held
+    assert scene.step("a") == []
+    assert len(scene.pool.held) == 12
+    assert scene.half.tally.counts["saves"] == {"taken": 3, "left": 1}
+    scene.saved(1, 2, 3)
+    assert scene.step("a") == [[5, 6, 7, 8]]
+
+
+def test_a_hand_off_saves_what_was_left(scene: Scene) -> None:
+    tokens = [21] * (2 * CHUNK + 2)
+    asked = {"kv_transfer_params": {"kvtally": {"ticket": "t", "role": "prefill"}}, "_all_token_ids": tokens}
+    scene.arrive("a", 1, 2 * CHUNK + 1)
+    scene.arrive("b", 11, 2 * CHUNK + 1)
+    scene.arrive("p", 21, len(tokens), **asked, all_token_ids=tokens)
+    scene.step("a", "b")
+    scene.step("a", "b")  # twelve, at least
+    assert scene.step("p") == []
+    assert scene.step("p") == []
+    scene.asked["p"].num_computed_tokens = scene.asked["p"].num_prompt_tokens
+    answer = scene.half.finished(scene.asked["p"], [scene.tables["p"]])
+    assert answer is not None
+    assert answer.saved_tokens == scene.asked["p"].num_prompt_tokens
+    (job,) = scene.half.build_metadata(
+        SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0, kv_connector_block_state=None)  # type: ignore[arg-type]
+    ).late_saves
+    assert [(item.start_tokens, item.end_tokens) for item in job.items] == [(0, 64), (64, 128), (128, 129)]
