@@ -1,7 +1,7 @@
 """What the parts of the sans-I/O store share: the index, the bounds, the tiers' health, what is to be sent and done.
 
 Owns sessions, alarms, counters and the two queues through which the shell learns of effects (`outbox`, `jobs`).
-Neighbours: `reads` and `writes` (the two halves of the logic), `store` (the facade the shell drives).
+Neighbours: `lookups`, `leases` and `writes` (the parts of the logic), `store` (the facade the shell drives).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvtally.core.prefetch import Speed
 from kvtally.core.residency import Family, Node, Residency
 from kvtally.store.jobs import Job
 from kvtally.wire.limits import SECOND_NS, Limits
-from kvtally.wire.messages import Refused, Reply
+from kvtally.wire.messages import Lookup, Refused, Reply
 
 BUCKET_NS = (
     10_000_000  # alarms are kept in buckets of 10 ms: cancelling is O(1) and a released lease leaves nothing behind
@@ -183,6 +183,15 @@ class Counts:
     staged_bytes: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     quarantined: Counter[str] = field(default_factory=Counter)
+
+    def lookup(self, request: Lookup, end_tokens: int, reason: str) -> None:
+        """One lookup is answered for good: with what, and why not with more."""
+        self.lookups += 1
+        self.hits += end_tokens > 0
+        self.hit_tokens += end_tokens
+        self.asked_tokens += min(max(request.limit_tokens, 0), request.ends[-1]) if request.ends else 0
+        if reason:
+            self.misses[reason] += 1
 
 
 class Context:

@@ -1,12 +1,39 @@
-"""A lookup's path through the index, its hit, and the objects that the hit needs: `core.hits` applied to a request."""
+"""A lookup's path through the index, its hit, and the objects that the hit needs: `core.hits` applied to a request.
+
+Owns what a lookup sees at one moment; what is done about it is for `lookups` and `leases`. Changes nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvtally.core.hits import Hit, longest_hit, needed
 from kvtally.core.residency import Family, Node, Residency
+from kvtally.store.context import Context
 from kvtally.wire.messages import Lookup
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a lookup sees."""
+
+    path: list[Node | None]
+    rows: Sequence[Sequence[bool]]
+    hit: Hit
+    hopeful: Hit  # the hit if every pending object were committed
+
+
+def view_of(context: Context, family: Family, request: Lookup, now_ns: int) -> View:
+    residency = context.residency
+    path = path_of(residency, family, request)
+    masks = residency.masks(family, path, context.readable_tiers(now_ns))
+    rows = residency.presence(family, masks)
+    hit = hopeful = hit_of(family, request, rows)
+    if any(node.pending for node in path if node is not None):
+        hoped = [mask | (node.pending if node is not None else 0) for mask, node in zip(masks, path, strict=True)]
+        hopeful = hit_of(family, request, residency.presence(family, hoped))
+    return View(path, rows, hit, hopeful)
 
 
 def path_of(residency: Residency, family: Family, request: Lookup) -> list[Node | None]:

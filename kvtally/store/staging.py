@@ -3,8 +3,8 @@
     want ─▶ planner ─▶ pump: arena pieces, ReadJob ─▶ read: resident, or a reason ─▶ `on_end` with a lease's last object
 
 Several leases may wait for one object: it is read once. What nobody waits for any more is given up at once, unless its
-read has begun. Owns what is on its way; what a lease promises is for `reads`.
-Neighbours: `reads` (left), `mover` (right: carries ReadJobs out and verifies). No I/O.
+read has begun. Owns what is on its way; what a lease promises is for `leases`.
+Neighbours: `leases` (left), `mover` (right: carries ReadJobs out and verifies). No I/O.
 """
 
 from __future__ import annotations

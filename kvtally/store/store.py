@@ -1,8 +1,8 @@
 """The store's logic as one object without I/O: messages, outcomes and time go in, messages and jobs come out.
 
-Owns sessions, the handshake's content, dispatch, receipts, stats and the order of events; reading is `reads`, writing
-is `writes`, the index is `core.residency`. The shell (`server`, `mover`) and the simulator drive it in the same way,
-which is why a whole node can be run from a seed. Single-threaded: the event loop's thread owns it.
+Owns sessions, the handshake's content, dispatch, receipts, stats and the order of events; reading is `lookups` and
+`leases`, writing is `writes`, the index is `core.residency`. The shell (`server`, `mover`) and the simulator drive it
+in the same way, which is why a whole node can be run from a seed. Single-threaded: the event loop's thread owns it.
 
     shell ──handle / disconnect / writer_gone / tick / job_done──▶ Store ──take_outbox / take_jobs──▶ shell
 """
@@ -23,7 +23,8 @@ from kvtally.core.space import round_up
 from kvtally.errors import CapacityError
 from kvtally.store.context import Alarm, Context, Prefetched, Session, TierInfo, TierState
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, WriteJob
-from kvtally.store.reads import Reads
+from kvtally.store.leases import Leases
+from kvtally.store.lookups import Lookups
 from kvtally.store.tiers.base import ObjectRecord
 from kvtally.store.writes import Writes
 from kvtally.wire.limits import Limits
@@ -76,7 +77,8 @@ class Store:
         self._residency = residency
         self._context = Context(residency, limits, [TierState(info) for info in tiers])
         self._writes = Writes(self._context, self._changed)
-        self._reads = Reads(self._context, self._writes.record, self._writes.remove, self._learn)
+        self._leases = Leases(self._context, self._writes.record, self._writes.remove)
+        self._lookups = Lookups(self._context, self._leases, self._learn)
         self._book = ReceiptBook(capacity=limits.receipts, lifetime_ns=limits.receipt_ns)
         self._fetches: dict[str, list[tuple[Session, int, Alarm]]] = {}  # ticket -> who waits for it
         self._last_session = 0
@@ -104,10 +106,11 @@ class Store:
         ]:
             for waiter in [entry for entry in self._fetches[ticket] if entry[0] is session]:
                 self._stop_fetch(ticket, waiter)
-        self._reads.disconnect(session, now_ns)
+        self._lookups.disconnect(session)
+        self._leases.disconnect(session, now_ns)
         self._writes.disconnect(session, now_ns)
         del self._context.sessions[session_id]
-        self._reads.advance(now_ns)
+        self._leases.advance(now_ns)
 
     def writer_gone(self, session_id: int, now_ns: int) -> None:
         """The process behind a session is gone for certain: what it might have written to may be used again."""
@@ -122,7 +125,7 @@ class Store:
             self._hello(session, request)
         elif isinstance(request, Lookup | Wanted | SlotsGet | Release | PutBegin | PutEnd):
             self._handle_bytes(session, request, now_ns)
-            self._reads.advance(now_ns)
+            self._leases.advance(now_ns)
         elif isinstance(request, ReceiptFile):
             self._file_receipt(session, request, now_ns)
         elif isinstance(request, ReceiptGet):
@@ -141,17 +144,17 @@ class Store:
             message = "this request needs a namespace"
             self._context.refuse(session, request.id, "KV-206", message, "Say hello with the engine's namespace first.")
         elif isinstance(request, Lookup):
-            self._reads.lookup(session, request, now_ns)
+            self._lookups.lookup(session, request, now_ns)
         elif not session.shared_memory:
             message = "this request needs shared memory"
             remedy = "Connect over the unix socket on the store's own machine."
             self._context.refuse(session, request.id, "KV-204", message, remedy)
         elif isinstance(request, Wanted):
-            self._reads.want(session, request, now_ns)
+            self._leases.want(session, request, now_ns)
         elif isinstance(request, SlotsGet):
-            self._reads.slots(session, request)
+            self._leases.slots(session, request)
         elif isinstance(request, Release):
-            self._reads.release(session, request, now_ns)
+            self._leases.release(session, request, now_ns)
         elif isinstance(request, PutBegin):
             self._writes.begin(session, request, now_ns)
         else:
@@ -287,7 +290,7 @@ class Store:
             families = self._residency.families.values()
             nodes = (node for family in families for node in reversed(family.nodes.values()))
             keys = ((node, bit) for node in nodes for bit in each_bit(self._residency.tier_mask(node, tier)))
-            self._reads.staging.probe(tier, keys, now_ns)
+            self._leases.staging.probe(tier, keys, now_ns)
 
     def _learn(self, tier: int, record: ObjectRecord) -> None:
         namespace = record.namespace
@@ -314,15 +317,15 @@ class Store:
         if isinstance(job, WriteJob):
             self._writes.written(job, outcome, now_ns)
         elif isinstance(job, ReadJob):
-            self._reads.staging.read(job, outcome, now_ns)
+            self._leases.staging.read(job, outcome, now_ns)
         elif isinstance(job, FindJob):
-            self._reads.found(job, outcome, now_ns)
+            self._lookups.found(job, outcome, now_ns)
         else:
             self._writes.removed(job, outcome)
-        self._reads.advance(now_ns)
+        self._leases.advance(now_ns)
 
     def _changed(self, node: Node, now_ns: int) -> None:
-        self._reads.changed(node, now_ns)
+        self._lookups.changed(node, now_ns)
 
     # ---- tools
 
@@ -348,7 +351,7 @@ class Store:
 
     def tick(self, now_ns: int) -> int | None:
         next_ns = self._context.alarms.run(now_ns)
-        self._reads.advance(now_ns)
+        self._leases.advance(now_ns)
         return next_ns
 
     def take_outbox(self) -> list[tuple[int, Reply]]:
@@ -373,8 +376,8 @@ class Store:
                 "objects": residency.resident_objects[ARENA],
                 "evicted": residency.evicted_objects[ARENA],
                 "limbo_bytes": self._writes.limbo_bytes,
-                "staging_bytes": self._reads.planner.in_flight_bytes,
-                "held_bytes": sum(self._reads.planner.held_bytes),
+                "staging_bytes": self._leases.planner.in_flight_bytes,
+                "held_bytes": sum(self._leases.planner.held_bytes),
             },
             "tiers": [self._tier_stats(number, now_ns) for number in range(1, residency.tiers)],
             "lookups": {
@@ -382,7 +385,7 @@ class Store:
                 "hits": counts.hits,
                 "hit_tokens": counts.hit_tokens,
                 "asked_tokens": counts.asked_tokens,
-                "waiting": self._reads.waiting,
+                "waiting": self._lookups.waiting,
                 "misses": dict(counts.misses),
             },
             "puts": {
@@ -396,8 +399,8 @@ class Store:
             },
             "staged": {"objects": counts.staged_objects, "bytes": counts.staged_bytes},
             "leases": {
-                "open": self._reads.open_leases,
-                "waiting": self._reads.planner.waiting,
+                "open": self._leases.open,
+                "waiting": self._leases.planner.waiting,
                 "expired": counts.leases_expired,
             },
             "clients": [self._client_stats(session) for session in context.sessions.values()],
@@ -456,8 +459,9 @@ class Store:
     def check(self) -> None:
         """Assert every invariant, also that each arena byte has exactly one owner. Linear; for tests and simulation."""
         self._residency.check()
-        self._reads.check()
-        in_flight = self._writes.open_pieces() + self._reads.staging.pieces()
+        self._lookups.check()
+        self._leases.check()
+        in_flight = self._writes.open_pieces() + self._leases.staging.pieces()
         owned = self._residency.owned_pieces() + in_flight
         owned.sort()
         for before, after in pairwise(owned):

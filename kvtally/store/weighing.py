@@ -1,6 +1,6 @@
 """Load or compute: how long each boundary that could be promised would take to load. `core.prefetch` then chooses.
 
-Owns the estimates and the probes that keep them fresh; what is done about it is for `reads`. No I/O.
+Owns the estimates and the probes that keep them fresh; what is done about it is for `leases`. No I/O.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 A slot whose writer stopped answering (deadline) or disconnected may still be written to. It goes to *limbo* and is
 reused only when the writer says that it is done (a late PutEnd) or when its process is gone (`writer_gone`).
 
-Neighbours: `reads` (told of commits, for lookups that wait), `core.residency` (where objects are). No I/O.
+Neighbours: `lookups` (told of commits, for lookups that wait), `core.residency` (where objects are). No I/O.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ class Node:
             position += length
 
     def is_leased(self, lease: int) -> bool:
-        return lease in self.store._reads._leases
+        return lease in self.store._leases._leases
 
     def replace(self, client: Client) -> None:
         """The client's process crashes; another one takes its place."""
