@@ -45,6 +45,7 @@ from kvtally.units import split_address
 logger = logging.getLogger(__name__)
 
 STOP_S = 30.0
+FIRST_TRY_S = 1.0  # how long a start waits for what stores say
 BACKLOG = 1_024
 KEEP_ALIVE_S = 75.0
 OPEN_FILES = 65_536  # each stream takes two
@@ -201,6 +202,9 @@ async def running(config: RouterConfig, *, log_descriptor: int = 1, stop_s: floa
         runner = web.ServerRunner(server, shutdown_timeout=stop_s)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
+        with contextlib.suppress(TimeoutError):  # else the very first responses could not say what was reused
+            async with asyncio.timeout(FIRST_TRY_S):
+                await asyncio.gather(*(reader.tried.wait() for reader in readers.values()))
         await web.SockSite(runner, listener, backlog=BACKLOG).start()
         router.port = listener.getsockname()[1]
         yield router

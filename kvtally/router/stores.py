@@ -56,6 +56,7 @@ class StoreReader:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.problem = "store_unreachable"  # why questions are not asked; empty while connected
+        self.tried = asyncio.Event()  # whether the store answers at all is known
         self._session: _Session | None = None
         self._is_new = True
         self._pause_s = FIRST_PAUSE_S
@@ -90,6 +91,7 @@ class StoreReader:
                 await session.welcomed
             logger.info("receipts are read from the store at %s", self.endpoint.address)
             self._session, self.problem, self._pause_s = session, "", FIRST_PAUSE_S
+            self.tried.set()
             await session.ended
         finally:
             if self._session is not None:
@@ -104,6 +106,7 @@ class StoreReader:
             why = str(error) or "no answer in time"
             logger.warning("no receipts from the store at %s: %s", self.endpoint.address, why)
         self.problem, self._is_new = problem, False
+        self.tried.set()
 
     async def _connect(self) -> tuple[asyncio.BaseTransport, _Session]:
         loop = asyncio.get_running_loop()

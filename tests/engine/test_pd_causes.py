@@ -154,7 +154,7 @@ def test_strict_mode_refuses_to_pretend(node: Node, cause: str) -> None:
 
 
 def test_a_short_prompt_says_that_it_was_not_worth_moving(node: Node) -> None:
-    with node.router("another store") as url:
+    with node.router("another store", "--receipt-wait", "5000") as url:
         answer = post(f"{url}/v1/completions", body(prompt(30, 8)))
         assert answer.told["prefill"] == "skipped:short"
         assert answer.told["computed-tokens"] == "30"

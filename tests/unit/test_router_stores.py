@@ -68,6 +68,19 @@ def test_a_half_is_found_whether_it_comes_before_or_after_the_question(tmp_path:
     run(test)
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_whether_a_store_answers_is_known_after_the_first_try(tmp_path: Path, is_there: bool) -> None:
+    async def test() -> None:
+        with a_store(tmp_path) as (_, path):
+            async with reading(path if is_there else str(tmp_path / "nobody")) as reader:
+                assert not reader.tried.is_set()
+                async with asyncio.timeout(SOON_S):
+                    await reader.tried.wait()
+                assert (reader.problem == "") == is_there
+
+    run(test)
+
+
 def test_a_thousand_wait_at_once_and_those_beyond_the_store_s_limit_are_told_at_once(tmp_path: Path) -> None:
     async def test() -> None:
         with a_store(tmp_path) as (_, path):
