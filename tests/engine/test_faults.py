@@ -193,11 +193,12 @@ def test_a_lease_that_expires_before_the_load_is_a_miss(scene: Scene) -> None:
 
 
 def test_a_lease_that_expires_in_the_queue_is_asked_for_again(scene: Scene) -> None:
+    """A lease must outlive the two steps from its answer to its load, and end before those who are ahead do."""
     prompt = scene.save(800, "queued")
-    scene.replace_store(lease_ms=500)
-    busy = Prompt(TOKENS[LONG], salt="busy")  # its prefill fills several steps: nobody else is scheduled meanwhile
-    assert scene.ask(busy, prompt)[1].cached_tokens > 0
-    assert scene.reasons()[1] == ""
+    scene.replace_store(lease_ms=1_200)
+    busy = [Prompt(TOKENS[LONG], salt=f"busy {number}") for number in range(4)]
+    assert scene.ask(*busy, prompt)[-1].cached_tokens > 0
+    assert scene.reasons()[-1] == ""
 
 
 def test_what_an_arena_cannot_hold_at_once_is_held_in_turn(scene: Scene) -> None:
