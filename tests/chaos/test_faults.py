@@ -35,13 +35,6 @@ SLACK_S = 1.0
 LIMIT_S = 0.15
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
-    yield bench
-    bench.close()
-
-
 def seen(running: Running, *path: str) -> Any:
     return tree(running.call(running.server.hub.stats), *path)
 

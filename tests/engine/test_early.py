@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.unit.early_kit import DENSE, Asked, bench, inquiries, request, save, store
+from tests.unit.early_kit import DENSE, Asked, inquiries, request, save, store
 from tests.unit.shell import Bench, eventually
 
-__all__ = ["bench", "inquiries", "store"]  # fixtures
+__all__ = ["inquiries", "store"]  # fixtures
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 

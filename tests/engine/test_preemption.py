@@ -15,6 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvtally.testing.cases import TOLERANCE, compare
+from kvtally.testing.conformance import ConnectorUnderTest
 from kvtally.testing.engines import Engine, Prompt
 from kvtally.testing.models import DENSE, Model, Recipe
 from tests.engine.store import StoreProcess
@@ -23,10 +24,18 @@ pytestmark = pytest.mark.engine
 
 AT_ONCE = 6
 BLOCKS = 44  # enough for some of the requests to the end, not for all
-
-
 TRIES = 20
 STOPPED_PROMPTS = 30  # what they compute is several times the engine's memory
+
+
+def small_engine(model: Model, connector: ConnectorUnderTest, directory: Path) -> Engine:
+    arguments = {
+        **model.settings,
+        "max_model_len": 1024,
+        "num_gpu_blocks_override": BLOCKS,
+        "kv_transfer_config": dict(connector.kv_transfer_config),
+    }
+    return Engine(arguments, directory / "engine.log")
 
 
 def test_preempted_requests_are_right(
@@ -39,13 +48,7 @@ def test_preempted_requests_are_right(
     # Prompts that end a little before a block does: answering them takes one block more, which is not there.
     lengths = [256 * (1 + number % 2) - 20 - number for number in range(AT_ONCE)]
     prompts = [Prompt([pick.randrange(10, 900) for _ in range(length)], max_tokens=60) for length in lengths]
-    arguments = {
-        **tiny_model(DENSE, 0).settings,
-        "max_model_len": 1024,
-        "num_gpu_blocks_override": BLOCKS,
-        "kv_transfer_config": dict(store.connector().kv_transfer_config),
-    }
-    with Engine(arguments, tmp_path / "engine.log") as engine:
+    with small_engine(tiny_model(DENSE, 0), store.connector(), tmp_path) as engine:
         alone = [engine.generate([replace(prompt, salt=f"alone {n}")])[0] for n, prompt in enumerate(prompts)]
         for _ in range(2):  # computed and saved; then restored
             before = engine.counters()
@@ -67,13 +70,7 @@ def test_a_store_that_takes_nothing_does_not_stop_the_engine(
     store = store_in(tmp_path)
     pick = random.Random(5)
     prompts = [Prompt([pick.randrange(10, 900) for _ in range(500)]) for _ in range(STOPPED_PROMPTS)]
-    arguments = {
-        **tiny_model(DENSE, 0).settings,
-        "max_model_len": 1024,
-        "num_gpu_blocks_override": BLOCKS,
-        "kv_transfer_config": dict(store.connector(wait_ms=1_000).kv_transfer_config),
-    }
-    with Engine(arguments, tmp_path / "engine.log") as engine:
+    with small_engine(tiny_model(DENSE, 0), store.connector(wait_ms=1_000), tmp_path) as engine:
         right = [engine.generate([replace(prompt, salt="before")])[0] for prompt in prompts[:2]]
         begun = time.monotonic()
         engine.generate([replace(prompt, salt="calm") for prompt in prompts[:4]])

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.early_kit import CHUNK, DENSE, Asked, bench, inquiries, request, store
+from tests.unit.early_kit import CHUNK, DENSE, Asked, inquiries, request, store
 
-__all__ = ["bench", "inquiries", "store"]  # fixtures
+__all__ = ["inquiries", "store"]  # fixtures
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 BLOCK = 16

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,13 +41,6 @@ class Asked(Inquiries):
     def want(self, inquiry: Inquiry) -> None:
         self.wanted.append(inquiry)
         super().want(inquiry)
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
-    yield bench
-    bench.close()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,13 +56,6 @@ class FailingTier(MemoryTier):
 
     def write(self, record: ObjectRecord, source: Sequence[memoryview]) -> None:
         raise TierError("the device is gone", remedy="None.", code="KV-602")
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
-    yield bench
-    bench.close()
 
 
 @pytest.fixture

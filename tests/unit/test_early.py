@@ -20,10 +20,10 @@ from kvtally.vllm.inquiry import Answer
 from kvtally.vllm.path import Extras
 from kvtally.vllm.path import Path as TokenPath
 from kvtally.vllm.tally import Tally
-from tests.unit.early_kit import CHUNK, DENSE, PROMPT, Asked, bench, inquiries, request, save, store
+from tests.unit.early_kit import CHUNK, DENSE, PROMPT, Asked, inquiries, request, save, store
 from tests.unit.shell import Bench, Running, eventually
 
-__all__ = ["bench", "inquiries", "store"]  # fixtures
+__all__ = ["inquiries", "store"]  # fixtures
 
 
 @pytest.fixture

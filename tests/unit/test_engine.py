@@ -24,13 +24,6 @@ def prompt(length: int, seed: int = 1) -> list[int]:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
-    yield bench
-    bench.close()
-
-
-@pytest.fixture
 def store(bench: Bench) -> Running:
     return bench.start(memory_bytes=16 * MIB)
 

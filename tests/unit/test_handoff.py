@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,13 +90,6 @@ def test_where_there_is_nothing_to_hand_over_nothing_is_changed(untouched: Any) 
 
 
 # ---- the lookup
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
-    yield bench
-    bench.close()
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,13 +55,6 @@ from tests.unit.shell import (
 
 ROOT = Path(__file__).parents[2]
 LOOPS = [new_event_loop, asyncio.new_event_loop]
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
-    yield bench
-    bench.close()
 
 
 # ---- what passes through

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -39,13 +39,6 @@ from tests.unit.shell import (
 
 ROOT = Path(__file__).parents[2]
 LOOPS = [new_event_loop, asyncio.new_event_loop]
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
-    yield bench
-    bench.close()
 
 
 def refusal(config: StoreConfig) -> ConfigError:
