@@ -80,7 +80,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     flavour: str = "plain"
     strict: bool = False
     prefill_from_tokens: int = 64
-    receipt_wait_ms: int = 250
+    receipt_wait_ms: int = 1_000
     timeout_s: int = 300
     max_body_bytes: int = 32 * MIB
     tenant_header: str = ""
@@ -206,7 +206,7 @@ class Settings:
             flavour=self._flavour(has_prefill=bool(prefill)),
             strict=self._switch("router.strict", default=False),
             prefill_from_tokens=self._number("router.prefill_from", default=64, most=1 << 30),
-            receipt_wait_ms=self._number("router.receipt_wait", default=250, most=60_000),
+            receipt_wait_ms=self._number("router.receipt_wait", default=1_000, most=60_000),
             timeout_s=self._number("router.timeout", default=300, most=86_400),
             max_body_bytes=self._body_bytes(),
             tenant_header=self._plain("router.tenant_header"),

@@ -240,8 +240,8 @@ SETTINGS: dict[str, Setting] = {
             name="receipt_wait",
             field="receipt_wait_ms",
             description="Longest time, in milliseconds, that the first byte waits for decode's half of the receipt.",
-            default="250",
-            example="1000",
+            default="1000",
+            example="250",
         ),
         Setting(
             section="router",

@@ -33,7 +33,8 @@ def recipe(request: pytest.FixtureRequest) -> Recipe:
 def up(
     recipe: Recipe, tiny_model: Callable[[Recipe, int], Model], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    deployment = Deployment(tiny_model(recipe, 0), tmp_path_factory.mktemp(recipe.name))
+    patient = {"receipt_wait": 5_000}  # what a receipt says is tested, not how soon it comes on busy processors
+    deployment = Deployment(tiny_model(recipe, 0), tmp_path_factory.mktemp(recipe.name), router=patient)
     try:
         deployment.wait_ready()
         yield deployment

@@ -339,7 +339,7 @@ class TestStrict:
 
     def test_a_missing_half_is_refused_and_a_failed_prefill_too(self, tmp_path: Path, store: str) -> None:
         async def test() -> None:
-            async with kit(tmp_path, store=store, strict=True, receipt_wait_ms=50) as it:
+            async with kit(tmp_path, store=store, strict=True, receipt_wait_ms=200) as it:
                 it.prefill[0].statuses = [500]
                 reply = await it.ask("one " + LONG)
                 assert (reply.status, reply.verdict) == (502, "recomputed:prefill_status_500")
