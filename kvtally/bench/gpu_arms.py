@@ -88,7 +88,9 @@ class Bench:
     def child(self, module: str, name: str) -> Child:
         return Child(module, self.logs / f"{name.replace(', ', '-')}.log")
 
-    def start(self, job: Job, name: str, store: str, stack: ExitStack) -> tuple[Child, float]:
+    def start(
+        self, job: Job, name: str, store: str, stack: ExitStack, *, always_load: bool = False
+    ) -> tuple[Child, float]:
         """An engine, ready, and the seconds that this took."""
         child = stack.enter_context(self.child("kvtally.bench.gpu_engine", name))
         begun = time.monotonic()
@@ -97,6 +99,7 @@ class Bench:
             connector=job.engine,
             directory=str(self.directory / "models"),
             store=store,
+            always_load=always_load,
             most_requests=32 if job.busy else 8,
         )
         ready = child.ask(start, Ready, START_S)
@@ -196,7 +199,8 @@ class EngineBench:
         halves, answers = [], []
         with ExitStack() as stack:
             self._daemon = stack.enter_context(bench.store(job.shape, f"{job.shape}-restarted", disk))
-            child, _ = bench.start(job, f"{job.name}, restarted", self._daemon.socket, stack)
+            # What an H200 computes sooner than this disk reads it, the connector would rightly leave there.
+            child, _ = bench.start(job, f"{job.name}, restarted", self._daemon.socket, stack, always_load=True)
             self._daemon.wait_populated()
             self._ask(child, FILL_SEED - 1)
             self._settle(child)

@@ -125,12 +125,14 @@ class Source(StrEnum):
 
 
 class Start(msgspec.Struct, frozen=True, tag="start", kw_only=True):
-    """`connector`: none, offload or kvtally, whose store's socket is `store`. `directory` is for the model's files."""
+    """`connector`: none, offload or kvtally, whose store's socket is `store`. `directory` is for the model's files.
+    `always_load`: also from a disk that is slower than computing."""
 
     shape: str
     connector: str
     directory: str
     store: str = ""
+    always_load: bool = False
     most_requests: int = 8
 
 
@@ -346,7 +348,11 @@ def engine_arguments(start: Start) -> dict[str, Any]:
             "kv_connector": "KVTallyConnector",
             "kv_connector_module_path": "kvtally.vllm.connector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"store": start.store, "autostart": False},
+            "kv_connector_extra_config": {
+                "store": start.store,
+                "autostart": False,
+                "always_load": start.always_load,
+            },
         }
     return arguments
 
