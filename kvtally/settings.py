@@ -142,7 +142,8 @@ SETTINGS: dict[str, Setting] = {
             section="connector",
             name="wait_ms",
             description="Longest time a request waits for its lookup and staging, once the scheduler has come to it, "
-            "before it is computed.",
+            "before it is computed; also how long a save or load waits for the store's answer, if that is longer than "
+            "2 s.",
             default="2000",
             example="500",
             has_flag=False,

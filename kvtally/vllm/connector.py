@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtally.client import StoreClient
+from kvtally.client import TIMEOUT_S, StoreClient
 from kvtally.config import ConnectorConfig, load
 from kvtally.device import cpu
 from kvtally.errors import IncompatibleError
@@ -129,7 +129,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
     def _start_scheduler(self, config: VllmConfig, layout: EngineLayout, settings: ConnectorConfig) -> None:
         address = ensure_store(settings)
         name = f"vllm scheduler {config.kv_transfer_config.engine_id}" if config.kv_transfer_config else "vllm"
-        self._inquiries = Inquiries(lambda: StoreClient(address, name=name, namespace=layout.namespace))
+        self._inquiries = Inquiries(lambda: _client(address, name, layout, settings))
         self._inquiries.start()
         world = config.parallel_config.world_size
         announced = config.kv_events_config
@@ -171,7 +171,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         rank = config.parallel_config.rank
         name = f"vllm worker {rank}"
         self._layout = layout
-        self._worker = WorkerHalf(layout, rank, lambda: StoreClient(address, name=name, namespace=layout.namespace))
+        self._worker = WorkerHalf(layout, rank, lambda: _client(address, name, layout, settings))
 
     # ---- what we are
 
@@ -340,3 +340,10 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.stop()
         if self._inquiries is not None:
             self._inquiries.stop()
+
+
+def _client(address: str, name: str, layout: EngineLayout, settings: ConnectorConfig) -> StoreClient:
+    """Whoever lets requests wait long for a store has patience with it in everything: a save that is given up early is
+    what the request it was promised to waits for in vain."""
+    patience_s = max(TIMEOUT_S, settings.wait_ms / 1e3)
+    return StoreClient(address, name=name, namespace=layout.namespace, timeout_s=patience_s)

@@ -32,7 +32,6 @@ from kvtally.wire.messages import MissReason, PutObject, PutStatus
 log = logging.getLogger("kvtally.vllm")
 
 IDLE_S = 0.2
-CALL_S = 2.0  # how long one question to the store may take a load or a save
 LOAD_PAUSE_S = 0.0002  # between two looks at copies that are under way
 SAVE_PAUSE_S = 0.002  # the same where nobody waits for them: every look takes the interpreter from the engine
 MOST_LOAD_TURNS = 4  # without one for a save
@@ -195,7 +194,7 @@ class WorkerHalf:
 
     def _load_all(self, client: StoreClient, job: LoadJob, fence: Any) -> Generator[bool, None, LoadReport]:
         lease = client.adopt(job.lease)
-        slots = client.slots(lease, rank=self._rank, timeout_s=CALL_S).wait()
+        slots = client.slots(lease, rank=self._rank).wait()
         if isinstance(slots, Miss):
             return LoadReport(reason=slots.reason)
         is_verified = lease.session.verify_reads
@@ -253,7 +252,7 @@ class WorkerHalf:
 
     def _save_all(self, client: StoreClient, job: SaveJob, fence: Any) -> Generator[bool, None, tuple[int, bool]]:
         """How many bytes were saved, and whether the store now has everything of the job."""
-        puts = client.put_begin([self._object(item) for item in job.items], timeout_s=CALL_S).wait()
+        puts = client.put_begin([self._object(item) for item in job.items]).wait()
         if isinstance(puts, Miss):
             return 0, False
         is_whole = all(put.status in (PutStatus.WRITE, PutStatus.PRESENT) for put in puts)
@@ -263,7 +262,7 @@ class WorkerHalf:
         moves = (Move(runs(self._layouts[item.group], item.block_ids), put.pieces, put.seed) for put, item in given)
         checksums = yield from self._device.save(self._memory, moves, fence)
         commit = [(put, checksum) for (put, _), checksum in zip(given, checksums, strict=True) if checksum is not None]
-        ended = client.put_end(commit=commit, timeout_s=CALL_S).wait()
+        ended = client.put_end(commit=commit).wait()
         if isinstance(ended, Miss):
             return 0, False
         saved_bytes = sum(put.length_bytes for put, _ in commit if put.id not in ended.rejected)
