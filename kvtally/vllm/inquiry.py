@@ -33,7 +33,8 @@ IDLE_S = 0.05
 TURN_S = 0.001  # how long one look at the socket may keep new commands waiting
 EARLY_TURN_S = 0.002  # the same, while nobody waits: every look takes the interpreter from the engine
 MOST_TRIES = 4  # of tails that may be another conversation's
-AGAIN_NS = 3_000_000  # between two questions for what a hand-off promised
+AGAIN_NS = 3_000_000  # between the first two questions for what a hand-off promised; twice as long each time after
+LONGEST_AGAIN_NS = 48_000_000  # so that many who wait long are no load for the store
 LONGEST_WAIT_MS = 300  # that the store may take for such a question
 
 
@@ -77,6 +78,7 @@ class Inquiry:
     shorter: Lease | None = None  # a shorter hit, while a longer one is asked for
     tails: list[int] | None = None  # where else it may go on from, the longest last
     again_ns: int = 0  # when to ask again, while neither `call` nor `lease` is set
+    pause_ns: int = AGAIN_NS  # how long that will be, the next time
     foreign: str = ""  # why the hand-off cannot be what this engine needs
     path_ready: bool = False
 
@@ -269,7 +271,8 @@ class Inquiries:
             if self._is_to_come(client, inquiry, result):
                 self._give_back(client, inquiry.shorter)
                 inquiry.shorter, inquiry.lease = result, None
-                inquiry.again_ns = now_ns + AGAIN_NS
+                inquiry.again_ns = now_ns + inquiry.pause_ns
+                inquiry.pause_ns = min(2 * inquiry.pause_ns, LONGEST_AGAIN_NS)
                 return False
             if (inquiry.shorter is None or inquiry.tails is not None) and self._ask_for_tail(client, inquiry, result):
                 return False

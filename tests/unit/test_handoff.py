@@ -196,6 +196,15 @@ def test_the_wait_ends_with_the_deadline_and_keeps_what_is_there(
     eventually(lambda: prefill.stats().wait().stats["leases"]["open"] == 0)  # type: ignore[union-attr,index]
 
 
+def test_who_waits_long_asks_ever_more_seldom(inquiries: Inquiries, prefill: StoreClient) -> None:
+    assert answer(ask(inquiries, handoff(prefill), wait_s=0.6)).reason == MissReason.DEADLINE
+    stats = prefill.stats().wait()
+    assert not isinstance(stats, Miss)
+    lookups = stats.stats["lookups"]
+    assert isinstance(lookups, dict)
+    assert 0 < lookups["total"] < 25  # every 3 ms they would be 150
+
+
 def test_without_a_handoff_nobody_waits(inquiries: Inquiries, prefill: StoreClient) -> None:
     begun = time.monotonic()
     found = answer(ask(inquiries, None))
