@@ -153,11 +153,14 @@ class Deployment:
         self.wait(is_ready, "it did not come up", timeout_s)
 
     def is_ready(self) -> bool:
-        """Whether engines, router and store are up: the router serves without a store, so that is asked apart."""
+        """Whether engines, router and store are up. Each is asked: the router serves without a store, and what it knows
+        of an engine may be a moment old."""
         with StoreClient(self.socket, name="test") as client:
             if isinstance(client.connect(0.5), Miss):
                 return False
         try:
+            for engine in (self.prefill, self.decode):
+                urllib.request.urlopen(f"{engine}/health", timeout=5).close()
             with urllib.request.urlopen(f"{self.router}/health", timeout=5) as response:
                 return bool(json.load(response)["status"] == "ok")
         except OSError:

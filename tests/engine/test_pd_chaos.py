@@ -75,10 +75,13 @@ def strike(up: Deployment, target: str, blow: signal.Signals, pick: random.Rando
     process = up.pid(target)
     if blow is signal.SIGSTOP:
         process = pick.choice(family(process))
+    deaths = up.log().count(f"{target}: was killed")
     os.kill(process, blow)
     if blow is signal.SIGSTOP:
         time.sleep(pick.uniform(0.3, 1.5))
         os.kill(process, signal.SIGCONT)
+    else:  # so that whoever waits for it to be ready waits for the next one
+        up.wait(lambda: up.log().count(f"{target}: was killed") > deaths, f"{target} does not die", 30)
 
 
 def test_thirty_blows(up: Deployment) -> None:
