@@ -58,7 +58,6 @@ class StoreReader:
         self.problem = "store_unreachable"  # why questions are not asked; empty while connected
         self.tried = asyncio.Event()  # whether the store answers at all is known
         self._session: _Session | None = None
-        self._is_new = True
         self._pause_s = FIRST_PAUSE_S
         self._jitter = random.Random()
 
@@ -102,10 +101,10 @@ class StoreReader:
 
     def _lost(self, error: KVTallyError | OSError) -> None:
         problem = "store_refused" if isinstance(error, IncompatibleError) else "store_unreachable"
-        if problem != self.problem or self._is_new:  # once, not with every attempt
+        if problem != self.problem or not self.tried.is_set():  # once, not with every attempt
             why = str(error) or "no answer in time"
             logger.warning("no receipts from the store at %s: %s", self.endpoint.address, why)
-        self.problem, self._is_new = problem, False
+        self.problem = problem
         self.tried.set()
 
     async def _connect(self) -> tuple[asyncio.BaseTransport, _Session]:
