@@ -30,7 +30,7 @@ from kvtally.bench.child import serve
 from kvtally.bench.gpu_report import CopyFigure, Machine, Rate
 from kvtally.core.geometry import GroupLayout, LayerView, object_length, runs
 from kvtally.core.namespace import GroupKind, GroupSpec
-from kvtally.device import PAUSE_S, Checksums, Move, Steps, finish
+from kvtally.device import Checksums, Move, Steps, finish
 from kvtally.errors import IntegrityError, TransportError
 from kvtally.shm import Mapping, map_arena
 
@@ -376,14 +376,15 @@ def _together(*works: Steps) -> None:
     """Carry on with each in turn, as a worker with several transfers does."""
     going = list(works)
     while going:
-        has_moved = False
+        pauses_s = []
         for work in list(going):
             try:
-                has_moved |= next(work)
+                pauses_s.append(next(work))
             except StopIteration:
                 going.remove(work)
-        if not has_moved:
-            time.sleep(PAUSE_S)
+                pauses_s.append(0.0)
+        if (pause_s := min(pauses_s)) > 0:
+            time.sleep(pause_s)
 
 
 def _copy_figures(bed: Bed, way: str, rates: dict[str, Rate]) -> list[CopyFigure]:

@@ -5,10 +5,10 @@
     load(memory, moves, after)   slots → engine, likewise
 
 `memory` is one rank's buffer; a `Move` says which of its bytes belong to an object (`core.geometry`) and where its slot
-lies. Both are generators, so that one thread keeps many of them going: each `next` does or queues a part of the work,
-and says whether it did (False: what was queued is still under way). They end with the checksums of what was written
-to the slots, or of what landed in the engine; None for moves without a seed. Both raise ValueError for runs that do not
-fit their memory or slot: those are our own bugs, never a store's fault.
+lies. Both are generators, so that one thread keeps many of them going: each `next` does or queues a part of the work
+and yields 0, or the seconds after which it is worth to look again at what was queued. They end with the checksums of
+what was written to the slots, or of what landed in the engine; None for moves without a seed. Both raise ValueError for
+runs that do not fit their memory or slot: those are our own bugs, never a store's fault.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvtally.core.geometry import Runs
 from kvtally.shm import Mapping
-
-PAUSE_S = 0.0001  # between two looks at what the hardware was told to do
 
 M_contra = TypeVar("M_contra", contravariant=True)
 F = TypeVar("F")
@@ -35,7 +33,7 @@ class Move(NamedTuple):
 
 
 Checksums = list[int | None]
-Steps = Generator[bool, None, Checksums]
+Steps = Generator[float, None, Checksums]
 
 
 class Device(Protocol, Generic[M_contra, F]):
@@ -55,8 +53,8 @@ def finish(steps: Steps) -> Checksums:
     """Carry out one save or load to its end."""
     while True:
         try:
-            if not next(steps):
-                time.sleep(PAUSE_S)
+            if (pause_s := next(steps)) > 0:
+                time.sleep(pause_s)
         except StopIteration as end:
             checksums: Checksums = end.value
             return checksums

@@ -47,7 +47,7 @@ def save(memory: Memory, moves: Iterable[Move], after: None) -> Steps:
     checksums: Checksums = []
     for move in moves:
         checksums.append(save_object(memory, move.runs, move.pieces, move.seed))
-        yield True
+        yield 0.0
     return checksums
 
 
@@ -56,7 +56,7 @@ def load(memory: Memory, moves: Iterable[Move], after: None) -> Steps:
     checksums: Checksums = []
     for move in moves:
         checksums.append(load_object(move.pieces, memory, move.runs, move.seed))
-        yield True
+        yield 0.0
     return checksums
 
 

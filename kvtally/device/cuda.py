@@ -38,6 +38,10 @@ STAGE_BYTES = 32 << 20
 # bus waiting when its turn comes late. Loads are waited for, saves are not.
 LOAD_STAGES = 6
 SAVE_STAGES = 3
+# Between two looks at copies: while all stages are under way, which takes some milliseconds, and when the end is near.
+# Every look takes the interpreter from the engine's thread.
+FULL_PAUSE_S = 0.0008
+END_PAUSE_S = 0.0001
 
 try:
     from kvtally.device import kernels
@@ -226,15 +230,15 @@ class CudaCopies:
                     if queued and queued[0].is_done:
                         self._collect(queued.popleft(), checksums)
                     else:  # waits for our own oldest, or for somebody else's
-                        yield False
+                        yield FULL_PAUSE_S
                 batch.stage = stage
                 queued.append(batch)
                 with torch.cuda.device(self._device):
                     queue(lane, stage, memory, batch)
-                yield True
+                yield 0.0
             while queued:
                 while not queued[0].is_done:
-                    yield False
+                    yield FULL_PAUSE_S if len(queued) > 2 else END_PAUSE_S
                 self._collect(queued.popleft(), checksums)
         finally:  # an error, or nobody wants this any more: what the GPU was told to do, it does
             for batch in queued:
@@ -265,12 +269,12 @@ class CudaCopies:
 
     def _queue_load(self, lane: Lane, stage: Stage, memory: torch.Tensor, batch: Batch) -> None:
         with torch.cuda.stream(lane.bus):
-            # The tables go first: on another stream they would wait for whatever the bus is carrying.
-            tables = self._tables(stage, memory, batch, in_stage=False) if batch.unit else None
             for move, start in batch.moves:
                 for part in self._host(move.pieces, writable=False):
                     stage.buffer[start : start + part.numel()].copy_(part, non_blocking=True)
                     start += part.numel()
+            # Worked out while the bus is busy, and on its stream: on another they would wait for what it carries next.
+            tables = self._tables(stage, memory, batch, in_stage=False) if batch.unit else None
             stage.crossed.record()
         with torch.cuda.stream(lane.pages):
             lane.pages.wait_event(stage.crossed)

@@ -32,11 +32,10 @@ from kvtally.wire.messages import MissReason, PutObject, PutStatus
 log = logging.getLogger("kvtally.vllm")
 
 IDLE_S = 0.2
-LOAD_PAUSE_S = 0.0002  # between two looks at copies that are under way
-SAVE_PAUSE_S = 0.002  # the same where nobody waits for them: every look takes the interpreter from the engine
+SAVE_PAUSE_S = 0.002  # at least, between two looks at saves: nobody waits for them, and each disturbs the engine
 MOST_LOAD_TURNS = 4  # without one for a save
 
-Turns = Generator[bool, None, None]  # one job; False: what it has queued is still under way
+Turns = Generator[float, None, None]  # one job; it yields how long there is nothing to do for it
 
 
 @dataclass(slots=True)
@@ -128,13 +127,14 @@ class WorkerHalf:
     def _round(self, client: StoreClient) -> None:
         """A turn for every load, and for a save if loads have nothing to do or have had enough."""
         if self._loads or self._saves:
-            turns = [self._turn(self._loads) for _ in range(len(self._loads))]
-            has_loaded = any(turns)
-            self._load_turns = self._load_turns + 1 if has_loaded else MOST_LOAD_TURNS
+            pauses_s = [self._turn(self._loads) for _ in range(len(self._loads))]
+            self._load_turns = self._load_turns + 1 if 0 in pauses_s else MOST_LOAD_TURNS
             if self._load_turns >= MOST_LOAD_TURNS:
                 self._load_turns = 0
-                has_saved = self._turn(self._saves, keep_first=True)
-                self._pause_s = 0.0 if has_loaded or has_saved else LOAD_PAUSE_S if self._loads else SAVE_PAUSE_S
+                if self._saves:
+                    pause_s = self._turn(self._saves, keep_first=True)
+                    pauses_s.append(max(pause_s, SAVE_PAUSE_S) if pause_s else 0.0)
+                self._pause_s = min(pauses_s)
         else:
             client.poll()
         if self._is_serving:
@@ -158,24 +158,22 @@ class WorkerHalf:
             return True
 
     @staticmethod
-    def _turn(jobs: deque[Turns], *, keep_first: bool = False) -> bool:
-        """One turn of the first job, which then goes to the end, unless it is to be kept first. Whether it did
-        anything."""
-        if not jobs:
-            return False
+    def _turn(jobs: deque[Turns], *, keep_first: bool = False) -> float:
+        """One turn of the first job, which then goes to the end, unless it is to be kept first. How long it has nothing
+        to do; 0: it did something."""
         job = jobs.popleft()
         try:
-            did = next(job)
+            pause_s = next(job)
         except StopIteration:
-            return True
+            return 0.0
         except Exception:  # the supervisor's edge; each job has settled itself by then
             log.exception("a transfer failed")
-            return True
+            return 0.0
         if keep_first:
             jobs.appendleft(job)
         else:
             jobs.append(job)
-        return did
+        return pause_s
 
     def _load(self, job: LoadJob, fence: Any, client: StoreClient) -> Turns:
         begun = time.monotonic()
@@ -192,18 +190,19 @@ class WorkerHalf:
                 if report.reason:
                     self._results.failed.add(job.request)
 
-    def _load_all(self, client: StoreClient, job: LoadJob, fence: Any) -> Generator[bool, None, LoadReport]:
+    def _load_all(self, client: StoreClient, job: LoadJob, fence: Any) -> Generator[float, None, LoadReport]:
         lease = client.adopt(job.lease)
-        slots = client.slots(lease, rank=self._rank).wait()
-        if isinstance(slots, Miss):
-            return LoadReport(reason=slots.reason)
-        is_verified = lease.session.verify_reads
-        targets = {}
+        asked = client.slots(lease, rank=self._rank)
+        targets = {}  # while the store answers
         for index in range(len(job.ends)):
             for group in range(len(self._layout.groups)):
                 ids, skip = self._targets(job, index, group)
                 if ids:
                     targets[index, group] = ids, skip
+        slots = asked.wait()
+        if isinstance(slots, Miss):
+            return LoadReport(reason=slots.reason)
+        is_verified = lease.session.verify_reads
         wanted = [slot for slot in slots if (slot.index, slot.key.group) in targets]
         if len(wanted) < len(targets):  # the lease does not cover what was promised: never leave a block unwritten
             return LoadReport(reason=MissReason.ABSENT)
@@ -250,7 +249,7 @@ class WorkerHalf:
                 if is_stored:
                     self._results.stored[job.id] = 1
 
-    def _save_all(self, client: StoreClient, job: SaveJob, fence: Any) -> Generator[bool, None, tuple[int, bool]]:
+    def _save_all(self, client: StoreClient, job: SaveJob, fence: Any) -> Generator[float, None, tuple[int, bool]]:
         """How many bytes were saved, and whether the store now has everything of the job."""
         puts = client.put_begin([self._object(item) for item in job.items]).wait()
         if isinstance(puts, Miss):
