@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from operator import sub
 from typing import Generic, TypeVar
 
 import msgspec
@@ -94,6 +95,7 @@ class Arm(msgspec.Struct, kw_only=True):
     gpu_hit_s: float = 0.0  # the same prompt once more
     best_repeat_s: float = 0.0  # the quietest sample
     best_gpu_hit_s: float = 0.0
+    added_s: float | None = None  # by a repeat to the hit that followed it: whatever slows both cancels out
     cold_cached_tokens: int = 0
     repeat_cached_tokens: int = 0
     gpu_hit_cached_tokens: int = 0
@@ -196,7 +198,10 @@ def _summarise(arm: Arm) -> None:
         return statistics.median(arm.samples[way]) if arm.samples.get(way) else 0.0
 
     arm.cold_s, arm.repeat_s, arm.gpu_hit_s = median("cold"), median("repeat"), median("gpu_hit")
-    arm.best_repeat_s, arm.best_gpu_hit_s = (min(arm.samples.get(way, [0.0])) for way in ("repeat", "gpu_hit"))
+    repeats, hits = arm.samples.get("repeat", []), arm.samples.get("gpu_hit", [])
+    arm.best_repeat_s, arm.best_gpu_hit_s = min(repeats, default=0.0), min(hits, default=0.0)
+    is_paired = len(repeats) == len(hits) > 0
+    arm.added_s = statistics.median(map(sub, repeats, hits)) if is_paired else None
     arm.cold_mean_s = statistics.fmean(arm.samples["cold"]) if arm.samples.get("cold") else 0.0
     lowest = {way: min(counts) for way, counts in arm.cached_tokens.items() if counts}
     arm.cold_cached_tokens = lowest.get("cold", 0)
@@ -384,9 +389,10 @@ def _copies_table(figures: Figures) -> Table:
 
 
 def _repeat_part(shape: str, repeat: Repeat) -> list[RenderableType]:
-    table = _table(f"first token, {shape}", ">cold", ">repeat", ">GPU hit", ">cached", ">start")
+    table = _table(f"first token, {shape}", ">cold", ">repeat", ">GPU hit", ">added", ">cached", ">start")
     for name, arm in repeat.arms.items():
         times = [_ms(arm.cold_s), _ms(arm.repeat_s), _ms(arm.gpu_hit_s)]
+        times.append(_ms(arm.added_s) if arm.added_s is not None else "")
         table.add_row(name, *times, f"{arm.repeat_cached_tokens:,}", f"{arm.start_s:.0f} s")
     notes = [f"{repeat.fills} prompts of {repeat.prompt_tokens:,} tokens; {_ratios(repeat.ratios)}"]
     if repeat.outputs_equal is False:

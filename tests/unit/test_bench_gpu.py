@@ -233,6 +233,15 @@ def copy_figure(**changes: object) -> CopyFigure:
     return msgspec.structs.replace(good, **changes)
 
 
+def test_what_a_repeat_adds_is_seen_whatever_slows_the_machine() -> None:
+    slowing = Arm(samples={"repeat": [0.12, 0.17, 0.22], "gpu_hit": [0.10, 0.15, 0.20]})
+    computed_once = Arm(samples={"repeat": [1.2], "gpu_hit": [0.10, 0.15, 0.20]})
+    figures = Figures(repeat={"hybrid-27b": Repeat(none=computed_once, kvtally=slowing)})
+    complete(figures)
+    assert slowing.added_s == pytest.approx(0.02)
+    assert computed_once.added_s is None
+
+
 def arm(cold: float, repeat: float, hit: float, token: int = 7) -> Arm:
     return Arm(
         samples={"cold": [cold, cold, cold + 0.3], "repeat": [repeat, repeat, 9.0], "gpu_hit": [hit]},
