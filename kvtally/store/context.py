@@ -103,6 +103,7 @@ class Prefetched(StrEnum):
 FIRST_PAUSE_NS = 1 * SECOND_NS
 LONGEST_PAUSE_NS = 60 * SECOND_NS
 MOST_UNREMOVED = 65_536
+MOST_POSTPONED = 65_536
 
 
 @dataclass(slots=True)
@@ -131,6 +132,8 @@ class TierState:
     # Forgotten by the index, but the tier could not remove them (a full disk cannot append its journal): tried again
     # with the next removal. What is beyond the bound stays there as dead bytes until the next start.
     unremoved: dict[ObjectKey, None] = field(default_factory=dict)
+    # Committed faster than the tier writes: written when their turn comes, if they are in the arena then.
+    postponed: dict[tuple[Node, int], None] = field(default_factory=dict)
 
     def readable(self, now_ns: int) -> bool:
         """Whether it is worth asking now. One that hangs is asked for nothing more until something comes."""
@@ -153,6 +156,12 @@ class TierState:
         self.unremoved.update(dict.fromkeys(keys))
         while len(self.unremoved) > MOST_UNREMOVED:
             del self.unremoved[next(iter(self.unremoved))]
+
+    def postpone(self, node: Node, bit: int) -> None:
+        self.postponed[node, bit] = None
+        if len(self.postponed) > MOST_POSTPONED:
+            del self.postponed[next(iter(self.postponed))]
+            self.dropped += 1
 
     def state(self, now_ns: int) -> str:
         if self.speed.is_stuck(now_ns):

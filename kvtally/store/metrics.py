@@ -74,6 +74,7 @@ METRICS: tuple[Entry, ...] = (
     Entry("kvtally_tier_write_bytes", Kind.COUNTER, "tiers.*.write_bytes", "Bytes written to a tier.", ("tier",)),
     Entry("kvtally_tier_write_seconds", Kind.COUNTER, "tiers.*.write_seconds", "Time spent writing.", ("tier",)),
     Entry("kvtally_tier_dropped", Kind.COUNTER, "tiers.*.dropped", "Objects a tier could not take.", ("tier",)),
+    Entry("kvtally_tier_postponed", Kind.GAUGE, "tiers.*.postponed", "Objects that wait for a slow tier.", ("tier",)),
     Entry("kvtally_tier_errors", Kind.COUNTER, "tiers.*.errors.*", "Failures of a lower tier.", ("tier", "code")),
     Entry("kvtally_lookups", Kind.COUNTER, "lookups.total", "Lookups answered."),
     Entry("kvtally_lookup_hits", Kind.COUNTER, "lookups.hits", "Lookups that found something to reuse."),

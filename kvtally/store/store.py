@@ -452,6 +452,7 @@ class Store:
             "write_bytes": tier.write_bytes,
             "write_seconds": tier.write_seconds,
             "dropped": tier.dropped,
+            "postponed": len(tier.postponed),
             "unremoved": len(tier.unremoved),
             "errors": dict(tier.errors),
         }

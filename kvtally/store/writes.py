@@ -18,7 +18,7 @@ from functools import partial
 from kvtally.core.keys import CHAIN_BYTES, ObjectKey
 from kvtally.core.residency import ChainConflict, Family, Node
 from kvtally.core.space import Piece, round_up
-from kvtally.store.context import FIRST_PAUSE_NS, Alarm, Context, Session
+from kvtally.store.context import FIRST_PAUSE_NS, Alarm, Context, Session, TierState
 from kvtally.store.jobs import Outcome, RemoveJob, WriteJob
 from kvtally.store.tiers.base import ObjectRecord
 from kvtally.wire.messages import PutBegin, PutEnd, PutEnded, PutObject, PutSlot, PutSlots, PutStatus
@@ -277,25 +277,50 @@ class Writes:
     # ---- lower tiers
 
     def _write_behind(self, node: Node, bit: int, now_ns: int) -> None:
-        """Queue the object for every lower tier that takes it; one that cannot keep up loses it, and nothing waits."""
-        size = round_up(self._residency.length_bytes(node, bit))
+        """Queue the object for every lower tier that takes it. One that cannot keep up takes it later, if it is still
+        in the arena then: only what is queued is held there, and nobody waits."""
         for number, tier in enumerate(self._context.tiers, 1):
             if self._residency.tier_mask(node, number) >> bit & 1:
                 continue
-            too_much = tier.queued_bytes + size > self._context.limits.write_behind_bytes
-            if too_much or not tier.writable(now_ns) or not self._make_room(number, size):
+            if self._is_too_much(tier, node, bit):
+                tier.postpone(node, bit)
+            else:
+                self._queue_write(number, node, bit, now_ns)
+
+    def _is_too_much(self, tier: TierState, node: Node, bit: int) -> bool:
+        size = round_up(self._residency.length_bytes(node, bit))
+        return tier.queued_bytes > 0 and tier.queued_bytes + size > self._context.limits.write_behind_bytes
+
+    def _queue_write(self, number: int, node: Node, bit: int, now_ns: int) -> None:
+        tier = self._context.tiers[number - 1]
+        size = round_up(self._residency.length_bytes(node, bit))
+        if not tier.writable(now_ns) or not self._make_room(number, size):
+            tier.dropped += 1
+            return
+        record = self.record(node, bit)
+        tier.unremoved.pop(record.key, None)  # it is to be there again
+        if tier.unremoved:
+            self.remove(number, ())
+        tier.queued_bytes += size
+        self._residency.pin(node)
+        job = self._context.new_id()
+        self._writing[job] = (node, bit, number)
+        pieces = self._residency.pieces(node, bit)
+        self._context.jobs.append(WriteJob(id=job, tier=number, record=record, pieces=pieces))
+
+    def _catch_up(self, number: int, now_ns: int) -> None:
+        """A tier has written something: it takes what was too much for it before."""
+        tier = self._context.tiers[number - 1]
+        while tier.postponed and tier.writable(now_ns):
+            node, bit = next(iter(tier.postponed))
+            is_there = node.family.nodes.get(node.chain) is node and self._residency.arena_mask(node) >> bit & 1
+            if is_there and self._is_too_much(tier, node, bit):
+                return
+            del tier.postponed[node, bit]
+            if not is_there:
                 tier.dropped += 1
-                continue
-            record = self.record(node, bit)
-            tier.unremoved.pop(record.key, None)  # it is to be there again
-            if tier.unremoved:
-                self.remove(number, ())
-            tier.queued_bytes += size
-            self._residency.pin(node)
-            job = self._context.new_id()
-            self._writing[job] = (node, bit, number)
-            pieces = self._residency.pieces(node, bit)
-            self._context.jobs.append(WriteJob(id=job, tier=number, record=record, pieces=pieces))
+            elif not self._residency.tier_mask(node, number) >> bit & 1:
+                self._queue_write(number, node, bit, now_ns)
 
     def _make_room(self, number: int, size_bytes: int) -> bool:
         """Evict from a lower tier until the object fits beside what is there and what is on its way."""
@@ -363,3 +388,4 @@ class Writes:
                 # forgotten (reset, quarantine) while the copy was under way
                 self.remove(job.tier, [job.record.key])
         self._residency.unpin(node)
+        self._catch_up(job.tier, now_ns)

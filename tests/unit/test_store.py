@@ -282,19 +282,57 @@ def test_after_a_failure_a_lower_boundary_is_staged_instead() -> None:
     assert (staged.end_tokens, staged.reason) == (256, "checksum")
 
 
-def test_slow_disk_drops_and_failing_disk_is_left_alone() -> None:
+def tier_of(node: Node) -> dict[str, object]:
+    return node.store.stats(node.now_ns)["tiers"][0]  # type: ignore[index, no-any-return]
+
+
+def test_a_slow_disk_takes_later_what_was_too_much_for_it() -> None:
+    node = Node(tiers=(DISK,), limits=Limits(write_behind_bytes=8192))
+    for index in range(4):
+        node.save(index, 0)
+    assert (len(node.jobs), tier_of(node)["postponed"], tier_of(node)["dropped"]) == (2, 2, 0)
+    node.finish()
+    assert node.reply() is None
+    assert (len(node.jobs), tier_of(node)["postponed"]) == (2, 0)
+    node.finish()
+    assert (tier_of(node)["objects"], tier_of(node)["dropped"]) == (4, 0)
+
+
+def test_what_left_the_arena_before_a_slow_disk_came_to_it_is_counted() -> None:
+    node = Node(tiers=(DISK,), arena_bytes=4 * 4096, limits=Limits(write_behind_bytes=4096))
+    for index in range(4):
+        node.save(index, 0)
+    assert tier_of(node)["postponed"] == 3
+    other = PutObject(bytes([1]) * 32, ROOT_CHAIN, 0, 256, 1, 0, 5000)  # two granules: the last two boundaries go
+    node.ask(PutEnd(3, [(node.ask(PutBegin(2, [other])).slots[0].put, 7)]))
+    for _ in range(4):
+        node.finish()
+        assert node.reply() is None
+    tier = tier_of(node)
+    assert (tier["postponed"], tier["objects"], tier["dropped"]) == (0, 3, 2)
+
+
+def test_an_object_larger_than_the_queue_is_written_all_the_same() -> None:
+    node = Node(tiers=(DISK,), limits=Limits(write_behind_bytes=4096))
+    node.save(0, 1)
+    assert (len(node.jobs), tier_of(node)["postponed"]) == (1, 0)
+
+
+def test_a_failing_disk_is_left_alone() -> None:
     node = Node(tiers=(DISK,), limits=Limits(write_behind_bytes=8192))
     for index in range(3):
         node.save(index, 0)
-    tier = node.store.stats(node.now_ns)["tiers"][0]  # type: ignore[index]
-    assert (len(node.jobs), tier["dropped"]) == (2, 1)
     node.finish(code="KV-602")
+    assert node.reply() is None
     node.save(3, 0)
-    tier = node.store.stats(node.now_ns)["tiers"][0]  # type: ignore[index]
-    assert (tier["state"], tier["dropped"], len(node.jobs)) == ("not-writing", 4, 0)
+    tier = tier_of(node)
+    assert (tier["state"], tier["dropped"], tier["postponed"], len(node.jobs)) == ("not-writing", 3, 1, 0)
     node.advance(130)
     node.save(3, 1)
     assert len(node.jobs) == 1
+    node.finish()
+    assert node.reply() is None
+    assert [job.record.end_tokens for job in node.jobs if isinstance(job, WriteJob)] == [768]  # the one that waited
 
 
 def test_disk_is_bounded() -> None:
