@@ -123,7 +123,7 @@ class FakeVLLM:
         self.arrived.set()
         try:
             return await self._answer(request, seen)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ConnectionResetError):  # whichever notices first that nobody listens
             seen.was_cancelled = True
             raise
         finally:
