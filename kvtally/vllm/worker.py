@@ -7,13 +7,15 @@ The engine's thread only puts jobs into the queue and collects results. It puts 
 has returned without an error, so a step that died publishes nothing; a rank that failed alone makes no hit either,
 because a hit needs every rank.
 
-Jobs are generators (`device`): loads take turns, so that a short one does not wait for a long one; saves go one after
-the other, when loads have nothing to do or have had their turns. Owns the rank's client and its view of engine memory.
+Jobs are generators (`device`). Loads take turns (`core.turns`), and while the one before has all its copies under way,
+the next begins; saves go one after the other, when loads have nothing to do or have had their turns. Owns the rank's
+client and its view of engine memory.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -24,6 +26,7 @@ from typing import Any
 
 from kvtally.client import Miss, StoreClient
 from kvtally.core.geometry import GroupLayout, chunk_block_range, needed_blocks, runs, validate
+from kvtally.core.turns import Turns
 from kvtally.device import Device, Move, cpu
 from kvtally.vllm.layout import EngineLayout
 from kvtally.vllm.meta import LoadJob, LoadReport, SaveItem, SaveJob
@@ -35,7 +38,7 @@ IDLE_S = 0.2
 SAVE_PAUSE_S = 0.002  # at least, between two looks at saves: nobody waits for them, and each disturbs the engine
 MOST_LOAD_TURNS = 4  # without one for a save
 
-Turns = Generator[float, None, None]  # one job; it yields how long there is nothing to do for it
+Job = Generator[float, None, None]  # it yields how long there is nothing to do for it
 
 
 @dataclass(slots=True)
@@ -62,8 +65,8 @@ class WorkerHalf:
         self._memory: object = None
         self._device: Device[Any, Any] = cpu
         self._jobs: queue.SimpleQueue[tuple[LoadJob | SaveJob, Any] | None] = queue.SimpleQueue()
-        self._loads: deque[Turns] = deque()
-        self._saves: deque[Turns] = deque()
+        self._loads: Turns[Job] = Turns()
+        self._saves: deque[Job] = deque()
         self._load_turns = 0
         self._pause_s = 0.0
         # Set by the engine's first step: while it still captures CUDA graphs, other threads must leave CUDA alone.
@@ -125,20 +128,37 @@ class WorkerHalf:
         client.close()
 
     def _round(self, client: StoreClient) -> None:
-        """A turn for every load, and for a save if loads have nothing to do or have had enough."""
+        """A turn for one load, and for a save if loads have nothing to do or have had enough."""
         if self._loads or self._saves:
-            pauses_s = [self._turn(self._loads) for _ in range(len(self._loads))]
-            self._load_turns = self._load_turns + 1 if 0 in pauses_s else MOST_LOAD_TURNS
+            pause_s = self._load_some()
+            self._load_turns = self._load_turns + 1 if pause_s == 0 else MOST_LOAD_TURNS
             if self._load_turns >= MOST_LOAD_TURNS:
                 self._load_turns = 0
-                if self._saves:
-                    pause_s = self._turn(self._saves, keep_first=True)
-                    pauses_s.append(max(pause_s, SAVE_PAUSE_S) if pause_s else 0.0)
-                self._pause_s = min(pauses_s)
+                self._pause_s = min(pause_s, self._save_some())
         else:
             client.poll()
         if self._is_serving:
             self._device.pin(client.arena)
+
+    def _load_some(self) -> float:
+        """Whoever has something to do does it; else how long nobody has."""
+        pause_s = math.inf
+        for load in self._loads.order():
+            next_s = self._turn(load)
+            if next_s is None:
+                self._loads.remove(load)
+            if not next_s:
+                return 0.0
+            pause_s = min(pause_s, next_s)
+        return pause_s
+
+    def _save_some(self) -> float:
+        if not self._saves:
+            return math.inf
+        next_s = self._turn(self._saves[0])
+        if next_s is None:
+            self._saves.popleft()
+        return max(next_s, SAVE_PAUSE_S) if next_s else 0.0
 
     def _take(self, client: StoreClient) -> bool:
         """New jobs, waited for as long as there is nothing to do; False when asked to stop."""
@@ -149,7 +169,7 @@ class WorkerHalf:
             while given is not None:
                 job, fence = given
                 if isinstance(job, LoadJob):
-                    self._loads.append(self._load(job, fence, client))
+                    self._loads.add(self._load(job, fence, client), job.hit_tokens - job.have_tokens)
                 else:
                     self._saves.append(self._save(job, fence, client))
                 given = self._jobs.get_nowait()
@@ -158,24 +178,17 @@ class WorkerHalf:
             return True
 
     @staticmethod
-    def _turn(jobs: deque[Turns], *, keep_first: bool = False) -> float:
-        """One turn of the first job, which then goes to the end, unless it is to be kept first. How long it has nothing
-        to do; 0: it did something."""
-        job = jobs.popleft()
+    def _turn(job: Job) -> float | None:
+        """A job goes on: how long it has nothing to do now (0: it did something), or None: it is over."""
         try:
-            pause_s = next(job)
+            return next(job)
         except StopIteration:
-            return 0.0
+            return None
         except Exception:  # the supervisor's edge; each job has settled itself by then
             log.exception("a transfer failed")
-            return 0.0
-        if keep_first:
-            jobs.appendleft(job)
-        else:
-            jobs.append(job)
-        return pause_s
+            return None
 
-    def _load(self, job: LoadJob, fence: Any, client: StoreClient) -> Turns:
+    def _load(self, job: LoadJob, fence: Any, client: StoreClient) -> Job:
         begun = time.monotonic()
         report = LoadReport(reason=MissReason.STORE_UNREACHABLE)
         try:
@@ -234,7 +247,7 @@ class WorkerHalf:
         part = needed_blocks(spec, start, end, hit_tokens=job.hit_tokens, have_tokens=job.have_tokens)
         return job.tables[group][part.start : part.stop], part.start - whole.start
 
-    def _save(self, job: SaveJob, fence: Any, client: StoreClient) -> Turns:
+    def _save(self, job: SaveJob, fence: Any, client: StoreClient) -> Job:
         begun = time.monotonic()
         saved_bytes, is_stored = 0, False
         try:
