@@ -20,6 +20,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,25 +29,60 @@ from kvtally.core.checksum import LEAF_BYTES, checksum, leaf_count, root
 from kvtally.core.geometry import Runs
 from kvtally.device import Checksums, Move, Steps
 from kvtally.device.pinning import PinnedArena
-from kvtally.device.units import LEAF_COLUMNS, SHORTEST_BYTES, Table, leaf_rows, unit_addresses, unit_bytes
+from kvtally.device.units import SHORTEST_BYTES, Table, leaf_rows, unit_addresses, unit_bytes
 from kvtally.shm import Mapping
 
 log = logging.getLogger("kvtally.device")
 
-STAGE_BYTES = 32 << 20
-# So many are filled ahead: the thread that queues copies shares its interpreter with the engine, and must not keep the
-# bus waiting when its turn comes late. Loads are waited for, saves are not.
-LOAD_STAGES = 6
-SAVE_STAGES = 3
-# Between two looks at copies, each of which takes the interpreter from the engine's thread: a quarter of the time that
-# the bus needs for the stages that are under way, and less when the end is near.
-STAGE_PAUSE_S = 0.00013
+# The thread that queues copies shares its interpreter with the engine's. It must not keep the bus waiting when its turn
+# comes late, so several stages are filled ahead (loads are waited for, saves are not); and it must seldom ask for its
+# turn, so stages are large, and a batch is few calls: each lets go of the interpreter and has to win it back.
+STAGE_BYTES = 80 << 20  # 1.5 ms of bus
+LOAD_STAGES = 3
+SAVE_STAGES = 2
+# Between two looks at what was queued: while all stages are under way, while others have some too, and at the end.
+FULL_PAUSE_S = 0.0008
+SHARED_PAUSE_S = 0.0004
 END_PAUSE_S = 0.0001
 
 try:
     from kvtally.device import kernels
 except ImportError:  # no Triton
     kernels = None  # type: ignore[assignment]
+
+
+class Tables(NamedTuple):
+    """Arrays one behind the other in one tensor, and where each begins."""
+
+    numbers: torch.Tensor
+    starts: list[int]
+
+
+class Twins:
+    """Numbers in pinned memory (`here`, and as `numbers`) and as many on the GPU (`there`)."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self._device = device
+        self._parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # beginnings, made once: a view is a call too
+        self.reserve(count)
+
+    def reserve(self, count: int) -> None:
+        """Room for so many; what was there is lost where that takes new memory."""
+        if self._parts and count <= len(self.numbers):
+            return
+        size = _power_of_two(count)
+        self.here = torch.empty(size, dtype=torch.int64, pin_memory=True)
+        self.there = torch.empty(size, dtype=torch.int64, device=self._device)
+        self.numbers: Table = self.here.numpy()
+        self._parts = {size: (self.here, self.there)}
+
+    def upload(self, count: int) -> None:
+        """The first ones, and a few more."""
+        size = _power_of_two(count)
+        if size not in self._parts:
+            self._parts[size] = self.here[:size], self.there[:size]
+        here, there = self._parts[size]
+        there.copy_(here, non_blocking=True)
 
 
 class Stage:
@@ -57,43 +93,32 @@ class Stage:
         self.crossed = torch.cuda.Event()  # between the two streams
         self.done = torch.cuda.Event()
         self.is_taken = False
-        entries = 64 * 1024
-        self._host_table = torch.empty(entries, dtype=torch.int64, pin_memory=True)
-        self._table = torch.empty(entries, dtype=torch.int64, device=device)
-        leaves = size_bytes // LEAF_BYTES
-        self._host_digests = torch.empty(leaves, dtype=torch.int64, pin_memory=True)
-        self._digests = torch.empty(leaves, dtype=torch.int64, device=device)
+        self._table = Twins(device, 4096)
+        self._digests = Twins(device, max(64, size_bytes // LEAF_BYTES))
 
-    def tables(self, arrays: Sequence[Table], *, upload: bool) -> list[torch.Tensor]:
+    def tables(self, arrays: Sequence[Table], *, upload: bool) -> Tables:
         """These arrays where kernels read them: in pinned memory, or uploaded in the order of the current stream."""
         starts, end = [], 0
         for array in arrays:
             starts.append(end)
-            end += -(-array.size // 2) * 2  # kernels are compiled for tables that begin at multiples of 16 bytes
-        if end > len(self._table):
-            self._host_table = torch.empty(2 * end, dtype=torch.int64, pin_memory=True)
-            self._table = torch.empty(2 * end, dtype=torch.int64, device=self._table.device)
-        host = self._host_table.numpy()
+            end += array.size
+        self._table.reserve(end)
         for start, array in zip(starts, arrays, strict=True):
-            host[start : start + array.size] = array.ravel()
+            self._table.numbers[start : start + array.size] = array.ravel()
         if upload:
-            self._table[:end].copy_(self._host_table[:end], non_blocking=True)
-        place = self._table if upload else self._host_table
-        return [place[start : start + array.size] for start, array in zip(starts, arrays, strict=True)]
+            self._table.upload(end)
+        return Tables(self._table.there if upload else self._table.here, starts)
 
     def digests(self, count: int) -> torch.Tensor:
-        if count > len(self._digests):
-            self._host_digests = torch.empty(2 * count, dtype=torch.int64, pin_memory=True)
-            self._digests = torch.empty(2 * count, dtype=torch.int64, device=self._digests.device)
-        return self._digests
+        self._digests.reserve(count)
+        return self._digests.there
 
-    def download(self, count: int) -> None:
-        self._host_digests[:count].copy_(self._digests[:count], non_blocking=True)
+    def download(self) -> None:
+        self._digests.here.copy_(self._digests.there, non_blocking=True)
 
     def digest_bytes(self, first: int, count: int) -> bytes:
         """Of leaves, once `done`."""
-        digests: bytes = self._host_digests[first : first + count].numpy().tobytes()
-        return digests
+        return self._digests.numbers[first : first + count].tobytes()
 
 
 class Lane:
@@ -103,6 +128,10 @@ class Lane:
         self.bus = torch.cuda.Stream(device)
         self.pages = torch.cuda.Stream(device)
         self.stages = [Stage(device, stage_bytes) for _ in range(stages)]
+
+    @property
+    def taken(self) -> int:
+        return sum(stage.is_taken for stage in self.stages)
 
     def take(self) -> Stage | None:
         for stage in self.stages:
@@ -121,6 +150,8 @@ class Batch:
     moves: list[tuple[Move, int]] = field(default_factory=list)  # with where each begins in the stage
     size_bytes: int = 0
     stage: Stage | None = None
+    units: int = 0  # as its tables have them
+    leaves: int = 0
 
     @property
     def last(self) -> int:
@@ -167,11 +198,11 @@ class CudaCopies:
         stage = self._out.stages[0]
         for unit in sorted({unit for size in page_bytes if (unit := min(size & -size, 64 * 1024)) >= SHORTEST_BYTES}):
             with torch.cuda.device(self._device), torch.cuda.stream(self._out.pages):
-                table = np.full(2, stage.buffer.data_ptr() + stage.buffer.numel() // 2, dtype=np.int64)
-                addresses, leaves = stage.tables([table, leaf_rows(unit, 0, None, 0)], upload=True)
+                address = np.full(1, stage.buffer.data_ptr() + stage.buffer.numel() // 2, dtype=np.int64)
+                tables = stage.tables([address, address, leaf_rows(unit, 0, None, 0)], upload=True)
                 for into_buffer in (True, False):
-                    self._copy_units(addresses[:1], stage.buffer, unit, into_buffer=into_buffer)
-                self._hash(stage, addresses, leaves)
+                    self._copy_units(tables, 1, stage.buffer, unit, into_buffer=into_buffer)
+                self._hash(stage, tables, 1)
             self._out.pages.synchronize()
 
     # ---- the arena
@@ -213,14 +244,14 @@ class CudaCopies:
         return queued
 
     def save(self, memory: torch.Tensor, moves: Iterable[Move], after: torch.cuda.Event) -> Steps:
-        self._out.pages.wait_event(after)
-        return (yield from self._transfer(self._out, memory, moves, self._queue_save))
+        return (yield from self._transfer(self._out, memory, moves, after, self._queue_save))
 
     def load(self, memory: torch.Tensor, moves: Iterable[Move], after: torch.cuda.Event) -> Steps:
-        self._in.pages.wait_event(after)
-        return (yield from self._transfer(self._in, memory, moves, self._queue_load))
+        return (yield from self._transfer(self._in, memory, moves, after, self._queue_load))
 
-    def _transfer(self, lane: Lane, memory: torch.Tensor, moves: Iterable[Move], queue: Queue) -> Steps:
+    def _transfer(
+        self, lane: Lane, memory: torch.Tensor, moves: Iterable[Move], after: torch.cuda.Event, queue: Queue
+    ) -> Steps:
         checksums: Checksums = []
         queued: deque[Batch] = deque()
         try:
@@ -230,15 +261,17 @@ class CudaCopies:
                     if queued and queued[0].is_done:
                         self._collect(queued.popleft(), checksums)
                     else:  # waits for our own oldest, or for somebody else's
-                        yield STAGE_PAUSE_S * len(lane.stages)
+                        yield FULL_PAUSE_S
                 batch.stage = stage
                 queued.append(batch)
                 with torch.cuda.device(self._device):
+                    if batch.indices[0] == 0:  # not before: what others have queued by then need not wait for it
+                        lane.pages.wait_event(after)
                     queue(lane, stage, memory, batch)
                 yield 0.0
             while queued:
                 while not queued[0].is_done:
-                    yield STAGE_PAUSE_S * len(queued) if len(queued) > 2 else END_PAUSE_S
+                    yield END_PAUSE_S if lane.taken == len(queued) <= 2 else SHARED_PAUSE_S
                 self._collect(queued.popleft(), checksums)
         finally:  # an error, or nobody wants this any more: what the GPU was told to do, it does
             for batch in queued:
@@ -246,8 +279,8 @@ class CudaCopies:
         return checksums
 
     def _batches(self, memory: torch.Tensor, moves: Iterable[Move], *, is_whole: bool) -> Iterator[Batch]:
-        """Objects of one unit together, as many as a stage holds. Moves are taken one by one: while the first are on
-        their way, the next are still being worked out."""
+        """Objects of one unit together, as many as a stage holds. Moves are taken one by one: while the first is on its
+        way, alone, the next are still being worked out."""
         base = memory.data_ptr()
         open_batches: dict[int, Batch] = {}
         for index, move in enumerate(moves):
@@ -265,6 +298,8 @@ class CudaCopies:
             batch.indices.append(index)
             batch.moves.append((move, batch.size_bytes))
             batch.size_bytes += -(-length // SHORTEST_BYTES) * SHORTEST_BYTES
+            if index == 0:
+                yield open_batches.pop(unit)
         yield from open_batches.values()
 
     def _queue_load(self, lane: Lane, stage: Stage, memory: torch.Tensor, batch: Batch) -> None:
@@ -294,23 +329,23 @@ class CudaCopies:
                     start += part.numel()
             stage.done.record()
 
-    def _tables(self, stage: Stage, memory: torch.Tensor, batch: Batch, *, in_stage: bool) -> list[torch.Tensor]:
+    def _tables(self, stage: Stage, memory: torch.Tensor, batch: Batch, *, in_stage: bool) -> Tables:
         """For kernels: where units lie, where what is hashed lies, and its leaves. Those of a save are read once for
         each unit and leaf, straight from the host's memory; those of a load for each stripe, so they are uploaded."""
         base = memory.data_ptr()
         table = np.concatenate([unit_addresses(move.runs, _length(move), base, batch.unit) for move, _ in batch.moves])
         hashed, leaves = self._leaves(stage, batch, table, in_stage=in_stage)
+        batch.units, batch.leaves = len(table), len(leaves)
         return stage.tables([table, hashed, leaves], upload=not in_stage)
 
     def _move_pages(
-        self, stage: Stage, memory: torch.Tensor, batch: Batch, tables: list[torch.Tensor] | None, *, into_stage: bool
+        self, stage: Stage, memory: torch.Tensor, batch: Batch, tables: Tables | None, *, into_stage: bool
     ) -> None:
         """On the current stream: pages to the stage or back, and digests of what was saved or has landed."""
         if tables is not None:
-            units, hashed, leaves = tables
-            self._copy_units(units, stage.buffer, batch.unit, into_buffer=into_stage)
-            if len(leaves):
-                self._hash(stage, hashed, leaves)
+            self._copy_units(tables, batch.units, stage.buffer, batch.unit, into_buffer=into_stage)
+            if batch.leaves:
+                self._hash(stage, tables, batch.leaves)
             return
         for move, start in batch.moves:
             for run in move.runs:
@@ -336,14 +371,15 @@ class CudaCopies:
             digest += leaf_count(length)
         return hashed, np.concatenate(rows) if rows else np.empty((0, 6), dtype=np.int64)
 
-    def _copy_units(self, table: torch.Tensor, buffer: torch.Tensor, unit: int, *, into_buffer: bool) -> None:
+    def _copy_units(self, tables: Tables, count: int, buffer: torch.Tensor, unit: int, *, into_buffer: bool) -> None:
         part = min(unit, kernels.PART_BYTES)
-        kernels.copy_units[(len(table), unit // part)](table, buffer, unit, PART=part, INTO_BUFFER=into_buffer)
+        kernels.copy_units[(count, unit // part)](tables.numbers, buffer, unit, PART=part, INTO_BUFFER=into_buffer)
 
-    def _hash(self, stage: Stage, table: torch.Tensor, leaves: torch.Tensor) -> None:
-        count = len(leaves) // LEAF_COLUMNS
-        kernels.leaf_digests[(count,)](table, leaves, self._constants, stage.digests(count), num_warps=1)
-        stage.download(count)
+    def _hash(self, stage: Stage, tables: Tables, count: int) -> None:
+        _, hashed, leaves = tables.starts
+        digests = stage.digests(count)
+        kernels.leaf_digests[(count,)](tables.numbers, hashed, leaves, self._constants, digests, num_warps=1)
+        stage.download()
 
     def _collect(self, batch: Batch, checksums: Checksums) -> None:
         """A batch is done: its objects' checksums, and its stage is free again."""
@@ -359,6 +395,11 @@ class CudaCopies:
             else:
                 checksums[index] = checksum(move.pieces, move.seed)
         batch.give_back()
+
+
+def _power_of_two(count: int) -> int:
+    """The smallest that is not less, and not less than 64."""
+    return 1 << max(6, (count - 1).bit_length())
 
 
 def _length(move: Move) -> int:

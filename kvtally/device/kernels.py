@@ -97,12 +97,13 @@ def _scrambled(total, secret, prime):
     return ((total ^ (total >> 47)) ^ secret) * prime
 
 
-@triton.jit
-def leaf_digests(table, leaves, constant, digests):
-    """Leaf i: `leaves[i]` holds the index of its object's first address, its offset in the object, its length, the
-    logarithm of `unit_bytes`, where its digest goes, and its length times PRIME64_1."""
-    row = leaves + tl.program_id(0) * 6
-    table += tl.load(row)
+@triton.jit(do_not_specialize=["addresses_at", "leaves_at"])
+def leaf_digests(table, addresses_at, leaves_at, constant, digests):
+    """Leaf i: row i of `table`, from `leaves_at` on, holds the index of its object's first address, counted from
+    `addresses_at`, its offset in the object, its length, the logarithm of `unit_bytes`, where its digest goes, and its
+    length times PRIME64_1."""
+    row = table + leaves_at + tl.program_id(0) * 6
+    table += addresses_at + tl.load(row)
     offset = tl.load(row + 1)
     length = tl.load(row + 2)
     shift = tl.load(row + 3)

@@ -1,7 +1,9 @@
-"""The GPU kernels in Triton's interpreter, where there is no GPU: the same digests as the host's, the same bytes.
+"""The GPU kernels in Triton's interpreter, where there is no GPU: the same digests as the host's, the same bytes. And
+`device.cuda` on top of them, with streams and events that do everything at once: batches, tables, stages and checksums
+are the real ones, only what runs beside what is not.
 
 On a GPU `tests/gpu/copies.py` does this and more. The interpreter must be chosen before Triton is imported, hence the
-process of its own.
+processes of their own.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,8 +35,9 @@ for unit, units, lengths in ((256, 300, (256, 512, 1_280, 76_800)), (4096, 144, 
         part[:, 4] += first
     leaves = np.concatenate(rows)
     digests = torch.zeros(len(leaves), dtype=torch.int64)
+    tables = torch.cat([torch.zeros(3, dtype=torch.int64), table, torch.from_numpy(leaves.ravel())])
     kernels.leaf_digests[(len(leaves),)](
-        table, torch.from_numpy(leaves.ravel()), kernels.constants(torch.device("cpu")), digests
+        tables, 3, 3 + len(table), kernels.constants(torch.device("cpu")), digests
     )
     expected = [xxhash.xxh3_64_intdigest(content[offset : offset + size]) for offset, size in leaves[:, 1:3].tolist()]
     assert [value % 2**64 for value in digests.tolist()] == expected, unit
@@ -51,11 +55,60 @@ for unit, units, lengths in ((256, 300, (256, 512, 1_280, 76_800)), (4096, 144, 
 print("same")
 """
 
+COPIES = """
+import contextlib, os, random, sys, torch
 
-def test_kernels_do_what_the_host_does() -> None:
+class Event:
+    looks = 0
+    def record(self, *_): self.looks = random.randrange(3)
+    def query(self): self.looks -= 1; return self.looks < 0
+    def synchronize(self): pass
+
+class Stream:
+    def __init__(self, *_): pass
+    def wait_event(self, _): pass
+    def synchronize(self): pass
+
+class Runtime:
+    cudaHostRegister = cudaHostUnregister = staticmethod(lambda *_: 0)
+
+empty = torch.empty
+torch.empty = lambda *size, pin_memory=False, **options: empty(*size, **options)
+torch.cuda.Event, torch.cuda.Stream, torch.cuda.cudart = Event, Stream, Runtime
+torch.cuda.stream = torch.cuda.device = lambda _: contextlib.nullcontext()
+torch.cuda.current_stream, torch.cuda.set_device = lambda _: Stream(), lambda _: None
+
+from kvtally.device import cuda
+from kvtally.shm import map_arena
+from tests.gpu import copies
+
+cuda.STAGE_BYTES = 1 << 20  # so that transfers take several, and wait for one
+copies.MEMORY_BYTES = 3 << 19
+copies.PAGES = (256, 320, 1000, 4096, 18_432, 65_536, 102_144)
+arena = os.memfd_create("arena")
+os.ftruncate(arena, 32 << 20)
+mapping = map_arena(arena, 32 << 20, writable=True)
+memory = torch.empty(copies.MEMORY_BYTES, dtype=torch.uint8)
+for use_kernels, rounds in ((True, 8), (False, 3)):
+    it = cuda.CudaCopies(torch.device("cpu"), largest_bytes=0, use_kernels=use_kernels)
+    it.prepare([page for page in copies.PAGES if page % 256 == 0])
+    for number in range(rounds):
+        if number == 2:
+            it.pin(mapping)
+            assert it.wait_pinned(60)
+        copies.play(it, memory, mapping, random.Random(number))
+    assert not it._in.taken + it._out.taken
+    it.close()
+print("same")
+"""
+
+
+@pytest.mark.parametrize("script", [SCRIPT, COPIES], ids=["kernels", "copies"])
+def test_the_same_as_on_the_host(script: str) -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", script],
         env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         timeout=240,
         check=False,
