@@ -301,7 +301,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         news = self._results
         if self._worker is None:
             return None
-        return WorkerReport(news.saved, news.saved_bytes, news.loads, news.stored)
+        return WorkerReport(news.saved, news.saved_bytes, news.loads, news.stored, news.lost)
 
     # ---- seen by the user
 

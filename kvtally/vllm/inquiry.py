@@ -7,7 +7,7 @@ For each inquiry: chain values of the prompt, one lookup that leases and stages,
 one more for each that may fit until one does, then the wait until everything is in the arena. An inquiry that is early
 has time until the scheduler comes to its request (`want`); from then on it has a deadline, by which an answer is set
 whatever happens. An answer of 0 tokens has a reason. What a hand-off says is being saved is asked for again until it is
-there: prefill's answer may overtake its bytes. Owns the client, which only this thread touches.
+there, or prefill has withdrawn it: its answer may overtake its bytes. Owns the client, which only this thread touches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvtally.core.keys import chunk_ends
 from kvtally.core.receipts import Half
 from kvtally.vllm.handoff import Handoff
 from kvtally.vllm.path import Boundary, Path
-from kvtally.wire.messages import Found, Lookup, MissReason
+from kvtally.wire.messages import Found, Lookup, MissReason, Receipts
 
 log = logging.getLogger("kvtally.vllm")
 
@@ -80,6 +80,7 @@ class Inquiry:
     again_ns: int = 0  # when to ask again, while neither `call` nor `lease` is set
     pause_ns: int = AGAIN_NS  # how long that will be, the next time
     foreign: str = ""  # why the hand-off cannot be what this engine needs
+    word: Call[Receipts] | None = None  # what prefill says by now
     path_ready: bool = False
 
     @property
@@ -208,6 +209,10 @@ class Inquiries:
     @staticmethod
     def _doubt(client: StoreClient, inquiry: Inquiry, handoff: Handoff) -> str:
         """Why the hand-off is of no use here; what the store has is used all the same."""
+        said = inquiry.word.result if inquiry.word is not None else None
+        for receipt in said.receipts if isinstance(said, Receipts) else ():
+            if receipt.prefill is not None and not receipt.prefill.saved_tokens:
+                return receipt.prefill.reason or MissReason.REFUSED
         if handoff.namespace and handoff.namespace != client.digest.hex():
             return MissReason.FOREIGN_NAMESPACE
         if handoff.saved_tokens and (
@@ -287,6 +292,8 @@ class Inquiries:
             return False
         assert inquiry.handoff is not None
         inquiry.foreign = self._doubt(client, inquiry, inquiry.handoff)
+        if inquiry.promised_tokens and (inquiry.word is None or inquiry.word.result is not None):
+            inquiry.word = client.receipts(inquiry.handoff.ticket)
         return bool(inquiry.promised_tokens)
 
     def _ask_for_tail(self, client: StoreClient, inquiry: Inquiry, lease: Lease) -> bool:

@@ -78,13 +78,15 @@ class LoadReport:
 class WorkerReport(KVConnectorWorkerMetadata):
     """One step's news from the workers.
 
-    `saved` counts the ranks that are done with a save job, `stored` those which have all of it in the store.
+    `saved` counts the ranks that are done with a save job, `stored` those which have all of it in the store. `lost`:
+    why something of a job will not be there.
     """
 
     saved: dict[int, int] = field(default_factory=dict)
     saved_bytes: int = 0
     loads: dict[str, LoadReport] = field(default_factory=dict)
     stored: dict[int, int] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
@@ -93,4 +95,4 @@ class WorkerReport(KVConnectorWorkerMetadata):
         loads = dict(self.loads)
         for request, report in other.loads.items():
             loads[request] = loads[request].add(report) if request in loads else report
-        return WorkerReport(saved, self.saved_bytes + other.saved_bytes, loads, stored)
+        return WorkerReport(saved, self.saved_bytes + other.saved_bytes, loads, stored, {**other.lost, **self.lost})

@@ -62,6 +62,8 @@ class Track(Question):
     external_tokens: int = 0
     disk_tokens: int = 0
     report: LoadReport = field(default_factory=LoadReport)
+    lost: str = ""  # why something of it could not be saved
+    promised: Half | None = None  # what was filed of a hand-off whose bytes were still being saved
     is_filed: bool = False  # its half of the receipt is on its way
 
 
@@ -94,6 +96,7 @@ class SchedulerHalf:
         self._diverge_again = True
         self._tracks: dict[str, Track] = {}
         self._held: dict[int, tuple[list[int], int]] = {}  # save job -> blocks held for it, ranks still to report
+        self._handed: dict[int, Track] = {}  # save job -> the prefill for somebody else that it is part of
         self._held_blocks = 0
         self._loads: list[LoadJob] = []
         self._reports: dict[str, LoadReport] = {}  # of loads that some ranks have finished
@@ -274,11 +277,11 @@ class SchedulerHalf:
             if self._is_saved(track):  # what is left now is saved with a later step
                 items = self._chunk_items(track, computed_end, tables)
                 items += self._tail_items(track, computed_end, tables)
-                self._add_job(saves, track.request, items)
+                self._add_job(saves, track, items)
         for request_id, offers in state.boundary_state_offloads.items():
             track = self._tracks.get(request_id)
             if track is not None and self._is_saved(track):
-                self._add_job(saves, track.request, self._state_items(track, offers))
+                self._add_job(saves, track, self._state_items(track, offers))
 
     def _is_saved(self, track: Track) -> bool:
         """Whether this step's blocks of a request may be held and saved."""
@@ -345,13 +348,15 @@ class SchedulerHalf:
             items.append(SaveItem(*boundary, group, [block_id]))
         return items
 
-    def _add_job(self, jobs: list[SaveJob], request: Request, items: list[SaveItem]) -> None:
+    def _add_job(self, jobs: list[SaveJob], track: Track, items: list[SaveItem]) -> None:
         """A job, with its blocks held: they outlive the request until every rank has copied them."""
         if not items or self._pool is None:
             return
         self._last_job += 1
         if self.events is not None:
-            self.events.begin(self._last_job, request, items)
+            self.events.begin(self._last_job, track.request, items)
+        if track.is_prefill:
+            self._handed[self._last_job] = track
         blocks = sorted({block for item in items for block in item.block_ids})
         self._pool.touch([self._pool.blocks[block] for block in blocks])
         self._held[self._last_job] = (blocks, self._world_size)
@@ -361,6 +366,7 @@ class SchedulerHalf:
 
     def _unhold(self, jobs: Iterable[int]) -> None:
         for job in jobs:
+            self._handed.pop(job, None)
             blocks, _ = self._held.pop(job)
             self._held_blocks -= len(blocks)
             if self._pool is not None:
@@ -372,6 +378,9 @@ class SchedulerHalf:
         if self.events is not None:
             for job, ranks in report.stored.items():
                 self.events.stored(job, ranks)
+        for job, reason in report.lost.items():
+            if job in self._handed:
+                self._withdraw(self._handed[job], reason)
         for job, ranks in report.saved.items():
             held = self._held.get(job)
             if held is None:
@@ -450,7 +459,7 @@ class SchedulerHalf:
         end = min(track.request.num_computed_tokens, track.request.num_tokens)
         if end > track.request.num_prompt_tokens and self._is_path_free(track):
             items = self._chunk_items(track, end, block_ids)  # those that were left while too many blocks were held
-            self._add_job(self._late_saves, track.request, items + self._end_items(track, end, block_ids))
+            self._add_job(self._late_saves, track, items + self._end_items(track, end, block_ids))
 
     def _end_items(self, track: Track, end: int, block_ids: Sequence[Sequence[int]]) -> list[SaveItem]:
         """Everything at the end of what a finished request has computed; nothing if a state there is missing.
@@ -483,9 +492,9 @@ class SchedulerHalf:
         items: list[SaveItem] = []
         if end and not track.is_opaque and self._is_path_free(track) and request.num_computed_tokens >= end:
             items = self._end_items(track, end, block_ids)
-            self._add_job(self._late_saves, request, self._chunk_items(track, end, block_ids) + items)
+            self._add_job(self._late_saves, track, self._chunk_items(track, end, block_ids) + items)
         is_whole_chunks = end % self._layout.namespace.chunk_tokens == 0 and not self._recurrent
-        saved = end if items or (end and is_whole_chunks) else 0
+        saved = end if (items or (end and is_whole_chunks)) and not track.lost else 0
         chain = track.path.tail(request.all_token_ids, saved).chain if saved else b""
         answer = Handoff(
             ticket=handoff.ticket,
@@ -496,13 +505,20 @@ class SchedulerHalf:
             prompt_tokens=track.prompt_tokens,
             chain=chain.hex(),
             state="pending" if saved else "",
-            reason="" if saved else MissReason.REFUSED,
+            reason="" if saved else track.lost or MissReason.REFUSED,
         )
-        half = self._half(track, Role.PREFILL)
-        self._inquiries.file(
-            handoff.ticket, structs.replace(half, saved_tokens=saved, chain=chain, reason=answer.reason)
-        )
+        half = structs.replace(self._half(track, Role.PREFILL), saved_tokens=saved, chain=chain, reason=answer.reason)
+        track.promised = half if saved else None
+        self._inquiries.file(handoff.ticket, half)
         return answer
+
+    def _withdraw(self, track: Track, reason: str) -> None:
+        """Something of a prefill for somebody else could not be saved: nobody is to wait for it."""
+        track.lost = track.lost or reason
+        if track.promised is not None and track.handoff is not None:
+            withdrawn = structs.replace(track.promised, saved_tokens=0, chain=b"", reason=track.lost)
+            self._inquiries.file(track.handoff.ticket, withdrawn)
+            track.promised = None
 
     def _file_receipt(self, track: Track) -> None:
         if not track.is_filed:

@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtally.client import Miss, StoreClient
 from kvtally.core.geometry import GroupLayout, chunk_block_range, needed_blocks, runs, validate
@@ -52,6 +52,15 @@ class Results:
     save_seconds: list[float] = field(default_factory=list)
     loads: dict[str, LoadReport] = field(default_factory=dict)
     stored: dict[int, int] = field(default_factory=dict)  # as `saved`: those of which nothing is missing in the store
+    lost: dict[int, str] = field(default_factory=dict)  # those of which something will be missing, and why
+
+
+class Saved(NamedTuple):
+    """What became of a save job. It is neither stored nor lost while somebody else is writing the same."""
+
+    saved_bytes: int = 0
+    is_stored: bool = False
+    lost: str = ""
 
 
 class WorkerHalf:
@@ -249,36 +258,40 @@ class WorkerHalf:
 
     def _save(self, job: SaveJob, fence: Any, client: StoreClient) -> Job:
         begun = time.monotonic()
-        saved_bytes, is_stored = 0, False
+        saved = Saved(lost=MissReason.STORE_UNREACHABLE)
         try:
-            saved_bytes, is_stored = yield from self._save_all(client, job, fence)
+            saved = yield from self._save_all(client, job, fence)
         finally:  # whatever happened, the job's blocks are let go
             with self._news:
                 self._unfinished -= 1
                 self._news.notify()
                 self._results.saved[job.id] = 1
-                self._results.saved_bytes += saved_bytes
+                self._results.saved_bytes += saved.saved_bytes
                 self._results.save_seconds.append(time.monotonic() - begun)
-                if is_stored:
+                if saved.is_stored:
                     self._results.stored[job.id] = 1
+                if saved.lost:
+                    self._results.lost[job.id] = saved.lost
 
-    def _save_all(self, client: StoreClient, job: SaveJob, fence: Any) -> Generator[float, None, tuple[int, bool]]:
-        """How many bytes were saved, and whether the store now has everything of the job."""
+    def _save_all(self, client: StoreClient, job: SaveJob, fence: Any) -> Generator[float, None, Saved]:
         puts = client.put_begin([self._object(item) for item in job.items]).wait()
         if isinstance(puts, Miss):
-            return 0, False
+            return Saved(lost=puts.reason)
         is_whole = all(put.status in (PutStatus.WRITE, PutStatus.PRESENT) for put in puts)
+        lost = MissReason.ARENA_FULL if any(put.status is PutStatus.FULL for put in puts) else ""
         given = [(put, item) for put, item in zip(puts, job.items, strict=True) if put.status is PutStatus.WRITE]
         if not given:
-            return 0, is_whole
+            return Saved(0, is_whole, lost)
         moves = (Move(runs(self._layouts[item.group], item.block_ids), put.pieces, put.seed) for put, item in given)
         checksums = yield from self._device.save(self._memory, moves, fence)
         commit = [(put, checksum) for (put, _), checksum in zip(given, checksums, strict=True) if checksum is not None]
         ended = client.put_end(commit=commit).wait()
         if isinstance(ended, Miss):
-            return 0, False
+            return Saved(lost=ended.reason)
         saved_bytes = sum(put.length_bytes for put, _ in commit if put.id not in ended.rejected)
-        return saved_bytes, is_whole and not ended.rejected
+        if ended.rejected:
+            lost = MissReason.LEASE_EXPIRED
+        return Saved(saved_bytes, is_whole and not ended.rejected, lost)
 
     def _object(self, item: SaveItem) -> PutObject:
         blocks = len(item.block_ids)

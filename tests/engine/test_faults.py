@@ -6,21 +6,27 @@ attention and recurrent state, in float32: so an output is right or wrong, whate
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from kvtally.client import Miss, StoreClient
+from kvtally.core.keys import ROOT_CHAIN
+from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
+from kvtally.core.receipts import Half
 from kvtally.testing.cases import TOLERANCE, compare
 from kvtally.testing.conformance import ConnectorUnderTest
 from kvtally.testing.engines import Engine, Generate, Output, Prompt
 from kvtally.testing.models import MAMBA, VOCABULARY, Model, Recipe
-from kvtally.wire.messages import MissReason
+from kvtally.wire.messages import MissReason, PutObject, PutStatus
 from tests.engine.store import StoreProcess
 
 pytestmark = pytest.mark.engine
@@ -107,13 +113,16 @@ def scene(
         yield Scene(engine, store)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def patient_scene(
-    tiny_model: Callable[[Recipe, int], Model], store_in: Callable[[Path], StoreProcess], tmp_path: Path
+    tiny_model: Callable[[Recipe, int], Model],
+    store_in: Callable[[Path], StoreProcess],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Scene]:
     """For what is not about patience: requests wait as long as a busy machine may take."""
-    store = store_in(tmp_path)
-    with engine_of(tiny_model(MAMBA, 0), store.connector(), tmp_path) as engine:
+    directory = tmp_path_factory.mktemp("patient")
+    store = store_in(directory)
+    with engine_of(tiny_model(MAMBA, 0), store.connector(), directory) as engine:
         yield Scene(engine, store)
 
 
@@ -227,6 +236,45 @@ def test_what_an_arena_cannot_hold_at_once_is_held_in_turn(patient_scene: Scene)
     for output, reason in zip(outputs, reasons, strict=True):
         assert reason in ("", MissReason.ARENA_FULL)
         assert (output.cached_tokens > 0) == (reason == ""), (outputs, reasons)
+
+
+def test_a_hand_off_that_the_arena_cannot_hold_is_not_waited_for(patient_scene: Scene) -> None:
+    """Prefill answers before it knows that its bytes find no room; decode learns it long before its patience ends."""
+    scene = patient_scene
+    scene.replace_store(memory="16MiB")
+    with hoarder(scene.store.socket), hoarder(scene.store.socket):
+        told, half = hand_over(scene)
+    if told["saved_tokens"]:  # it was promised, and withdrawn
+        assert half.reason == MissReason.ARENA_FULL
+    else:
+        assert (told["reason"], half.reason) == (MissReason.ARENA_FULL, MissReason.ABSENT)
+    assert half.wait_ms < 10_000  # of 30 s
+
+
+@contextmanager
+def hoarder(socket: str) -> Iterator[None]:
+    """Half of the arena, as much as one client may have, is being written to."""
+    group = GroupSpec(kind=GroupKind.FULL, block_tokens=16, page_bytes=((65_536,),))
+    namespace = Namespace(model="hoarder", groups=(group,), chunk_tokens=256, alignment_tokens=16)
+    chains = [os.urandom(32) for _ in range(8)]
+    with StoreClient(socket, namespace=namespace) as client:
+        assert not isinstance(client.connect(5), Miss)
+        puts = client.put_begin([PutObject(chain, ROOT_CHAIN, 0, 256, 0, 0, 1 << 20) for chain in chains]).wait()
+        assert not isinstance(puts, Miss)
+        assert {put.status for put in puts} == {PutStatus.WRITE}
+        yield
+
+
+def hand_over(scene: Scene) -> tuple[dict[str, Any], Half]:
+    """From prefill to decode, in one engine: what decode is told, and what it says of it."""
+    ticket = {"ticket": "no room", "role": "prefill"}
+    (handed,) = scene.engine.generate([Prompt(TOKENS[LONG], salt="no room", transfer={"kvtally": ticket})])
+    scene.engine.reset()
+    told = {**handed.transfer["kvtally"], "role": "decode"}
+    prompt = Prompt(TOKENS[LONG], salt="no room", transfer={"kvtally": told})
+    scene.engine.send(Generate([prompt]))
+    scene.end([prompt])
+    return told, scene.store.receipt("no room")
 
 
 def test_a_full_disk_keeps_what_fits(scene: Scene) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvtally.client import Miss, StoreClient
 from tests.unit.early_kit import CHUNK, DENSE, Asked, inquiries, request, store
+from tests.unit.shell import Bench, eventually
 
 __all__ = ["inquiries", "store"]  # fixtures
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -68,10 +70,20 @@ class Scene:
             self.asked[name].num_computed_tokens += CHUNK
         return [[block for item in job.items for block in item.block_ids] for job in metadata.saves]
 
-    def saved(self, *jobs: int) -> None:
+    def saved(self, *jobs: int, lost: dict[int, str] | None = None) -> None:
         from kvtally.vllm.meta import WorkerReport
 
-        self.half.update(WorkerReport(dict.fromkeys(jobs, 1), 0, {}, {}))
+        self.half.update(WorkerReport(dict.fromkeys(jobs, 1), 0, {}, {}, lost or {}))
+
+    def prefill(self, name: str, first_block: int, tokens: int) -> None:
+        """A prompt that is computed for somebody else, under a ticket of its name."""
+        asked = {"kv_transfer_params": {"kvtally": {"ticket": name, "role": "prefill"}}}
+        ids = [first_block] * tokens
+        self.arrive(name, first_block, tokens, **asked, _all_token_ids=ids, all_token_ids=ids)
+
+    def hand_over(self, name: str) -> Any:
+        self.asked[name].num_computed_tokens = self.asked[name].num_prompt_tokens
+        return self.half.finished(self.asked[name], [self.tables[name]])
 
 
 @pytest.fixture
@@ -98,18 +110,52 @@ def test_no_more_than_a_quarter_is_held_and_the_rest_is_saved_later(scene: Scene
     assert scene.step("a") == [[5, 6, 7, 8]]
 
 
+def test_a_promise_that_cannot_be_kept_is_withdrawn(scene: Scene, bench: Bench) -> None:
+    scene.prefill("p", 21, CHUNK + 2)
+    assert len(scene.step("p")) == 1
+    answer = scene.hand_over("p")
+    assert answer.saved_tokens == CHUNK + 1
+    eventually(lambda: promise(bench, "p") == (CHUNK + 1, ""))
+    scene.saved(1)
+    scene.saved(2, lost={2: "arena_full"})
+    eventually(lambda: promise(bench, "p") == (0, "arena_full"))
+    assert not scene.half._handed
+
+
+def test_what_could_not_be_saved_is_not_promised(scene: Scene, bench: Bench) -> None:
+    scene.prefill("p", 21, CHUNK + 2)
+    scene.step("p")
+    scene.saved(1, lost={1: "store_unreachable"})
+    answer = scene.hand_over("p")
+    assert (answer.saved_tokens, answer.reason) == (0, "store_unreachable")
+    eventually(lambda: promise(bench, "p") == (0, "store_unreachable"))
+
+
+def test_a_lost_save_of_anybody_else_is_only_a_later_miss(scene: Scene) -> None:
+    scene.arrive("a", 1, 2 * CHUNK + 1)
+    scene.step("a")
+    scene.saved(1, lost={1: "arena_full"})
+    assert not scene.pool.held
+
+
+def promise(bench: Bench, ticket: str) -> tuple[int, str] | None:
+    """What prefill's half says: tokens promised, or why none."""
+    with StoreClient(str(bench.path)) as client:
+        found = client.receipts(ticket).wait()
+        assert not isinstance(found, Miss)
+        half = found.receipts[0].prefill if found.receipts else None
+        return (half.saved_tokens, half.reason) if half is not None else None
+
+
 def test_a_hand_off_saves_what_was_left(scene: Scene) -> None:
-    tokens = [21] * (2 * CHUNK + 2)
-    asked = {"kv_transfer_params": {"kvtally": {"ticket": "t", "role": "prefill"}}, "_all_token_ids": tokens}
     scene.arrive("a", 1, 2 * CHUNK + 1)
     scene.arrive("b", 11, 2 * CHUNK + 1)
-    scene.arrive("p", 21, len(tokens), **asked, all_token_ids=tokens)
+    scene.prefill("p", 21, 2 * CHUNK + 2)
     scene.step("a", "b")
     scene.step("a", "b")  # twelve, at least
     assert scene.step("p") == []
     assert scene.step("p") == []
-    scene.asked["p"].num_computed_tokens = scene.asked["p"].num_prompt_tokens
-    answer = scene.half.finished(scene.asked["p"], [scene.tables["p"]])
+    answer = scene.hand_over("p")
     assert answer is not None
     assert answer.saved_tokens == scene.asked["p"].num_prompt_tokens
     (job,) = scene.half.build_metadata(

@@ -12,7 +12,7 @@ import pytest
 
 from kvtally.client import Miss, StoreClient
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
-from kvtally.core.receipts import Role
+from kvtally.core.receipts import Half, Role
 from kvtally.vllm.handoff import Handoff, handoff_of, shorten_for_prefill
 from kvtally.vllm.inquiry import Answer, Inquiries, Inquiry
 from kvtally.vllm.path import Boundary, Extras
@@ -194,6 +194,20 @@ def test_the_wait_ends_with_the_deadline_and_keeps_what_is_there(
     assert found.lease is not None
     inquiries.release(found.lease)
     eventually(lambda: prefill.stats().wait().stats["leases"]["open"] == 0)  # type: ignore[union-attr,index]
+
+
+def test_the_wait_ends_when_prefill_withdraws_its_promise(inquiries: Inquiries, prefill: StoreClient) -> None:
+    ends = boundaries(PROMPT, END)
+    save(prefill, {FULL: ends[:2], STATE: ends[1:2]})
+    promised = Half(role=Role.PREFILL, prompt_tokens=len(PROMPT), saved_tokens=END)
+    assert not isinstance(prefill.file_receipt("t", promised).wait(), Miss)
+    inquiry = ask(inquiries, handoff(prefill), wait_s=30)
+    time.sleep(0.1)
+    assert inquiry.answer is None  # a promise that stands is waited for
+    withdrawn = Half(role=Role.PREFILL, prompt_tokens=len(PROMPT), reason=MissReason.ARENA_FULL)
+    assert not isinstance(prefill.file_receipt("t", withdrawn).wait(), Miss)
+    found = answer(inquiry)
+    assert (found.end_tokens, found.reason) == (128, MissReason.ARENA_FULL)
 
 
 def test_who_waits_long_asks_ever_more_seldom(inquiries: Inquiries, prefill: StoreClient) -> None:
