@@ -119,7 +119,8 @@ class Bench:
         return self.disk / shape
 
     def store(self, shape: str, name: str, disk: Path | None) -> Daemon:
-        return Daemon(self.directory, name, memory_bytes=SHAPES[shape].host_bytes, disk=disk)
+        memory_bytes = SHAPES[shape].host_bytes
+        return Daemon(self.directory, name, memory_bytes=memory_bytes, disk=disk, logs=self.logs)
 
 
 class EngineBench:

@@ -39,9 +39,10 @@ class Daemon:
         memory_bytes: int,
         disk: Path | None = None,
         disk_read_bytes_s: int | None = None,
+        logs: Path | None = None,
     ) -> None:
         self.socket = str(directory / f"{name}.sock")
-        self._log = directory / f"{name}.log"
+        self._log = (logs or directory) / f"{name}.log"
         command = ["store", "--socket", self.socket, "--memory", str(memory_bytes)]
         if disk is not None:
             command += ["--disk", str(disk), "--disk-size", str(2 * memory_bytes)]

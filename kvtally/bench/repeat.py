@@ -117,8 +117,13 @@ class Ledger:
         for _ in _until(SETTLE_S, "everything to be saved"):
             stats = read_stats(self._answer(self._client.stats()).stats)
             is_writing = any(client.puts for client in stats.clients)
-            if not is_writing and all(tier.objects >= stats.arena.objects for tier in stats.tiers):
-                return stats.puts.bytes
+            if is_writing or any(tier.queued_bytes or tier.postponed for tier in stats.tiers):
+                continue
+            for tier in stats.tiers:
+                if tier.objects < stats.arena.objects:
+                    what = f"tier {tier.name} has {tier.objects} of {stats.arena.objects} objects, and no more to do"
+                    raise TransportError(what, remedy="See `kvtally stat`: what does it say of this tier?")
+            return stats.puts.bytes
         raise AssertionError
 
     def _last(self) -> Sequence[Receipt]:

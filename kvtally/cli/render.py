@@ -39,6 +39,7 @@ class Tier(msgspec.Struct, frozen=True):
     writes: int = 0
     write_bytes: int = 0
     dropped: int = 0
+    postponed: int = 0
     errors: dict[str, int] = {}
 
 
@@ -151,9 +152,8 @@ def _headline(now: Stats) -> Text:
 
 
 def _tier_table(now: Stats) -> Table:
-    table = _table(
-        "tiers", "tier", "state", ">used", ">of", ">full", ">objects", ">evicted", ">read", ">written", ">dropped"
-    )
+    head = ("tier", "state", ">used", ">of", ">full", ">objects", ">evicted", ">read", ">written", ">to do", ">dropped")
+    table = _table("tiers", *head)
     arena = Tier(
         name="arena",
         capacity_bytes=now.arena.capacity_bytes,
@@ -173,6 +173,7 @@ def _tier_table(now: Stats) -> Table:
             f"{tier.evicted:,}",
             "-" if tier is arena else human_size(tier.read_bytes),  # engines read it without asking
             human_size(tier.write_bytes),
+            f"{tier.postponed:,}",
             f"{tier.dropped:,}",
         )
     return table
