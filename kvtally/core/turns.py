@@ -17,7 +17,7 @@ class Turns(Generic[J]):
 
     def __init__(self) -> None:
         self._jobs: list[tuple[int, J]] = []
-        self._is_shortest_first = True
+        self._is_shortest_first = False
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -28,9 +28,12 @@ class Turns(Generic[J]):
     def remove(self, job: J) -> None:
         self._jobs = [(size, known) for size, known in self._jobs if known is not job]
 
+    def took(self) -> None:
+        """Somebody has used the turn. Only then it passes on: looks that find nothing to do do not count."""
+        self._is_shortest_first = not self._is_shortest_first
+
     def order(self) -> list[J]:
         """All jobs, the one first whose turn it is; those behind it are for when it has nothing to do."""
-        self._is_shortest_first = not self._is_shortest_first
         jobs = sorted(self._jobs, key=_size) if self._is_shortest_first else self._jobs
         return [job for _, job in jobs]
 

@@ -157,6 +157,7 @@ class WorkerHalf:
             if next_s is None:
                 self._loads.remove(load)
             if not next_s:
+                self._loads.took()
                 return 0.0
             pause_s = min(pause_s, next_s)
         return pause_s

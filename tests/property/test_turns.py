@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,10 +23,14 @@ def play(jobs: list[Job], arrivals: dict[int, Job] | None = None) -> list[Job]:
     for job in jobs:
         turns.add(job, job.left)
     had: list[Job] = []
+    looks_before = cycle((0, 1, 0, 2))
     while len(turns) or (arrivals and max(arrivals) >= len(had)):
         if arrivals and len(had) in arrivals:
             turns.add(arrivals[len(had)], arrivals[len(had)].left)
+        looks = next(looks_before)
+        assert len({id(turns.order()[0]) for _ in range(looks + 1)}) == 1  # looking changes nothing
         first = turns.order()[0]
+        turns.took()
         first.left -= 1
         had.append(first)
         if not first.left:
@@ -68,6 +72,7 @@ def test_those_behind_are_named_too() -> None:
     for job, size in (("long", 9), ("short", 1), ("middle", 5)):
         turns.add(job, size)
     assert turns.order() == ["long", "short", "middle"]
+    turns.took()
     assert turns.order() == ["short", "middle", "long"]
     turns.remove("short")
     assert len(turns) == 2
