@@ -81,10 +81,11 @@ class GroupLayout:
                 raise ValueError(f"layer {index} ends beyond the buffer of {self.buffer_bytes} bytes: {layer}")
 
     @cached_property
-    def columns(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Offsets, strides and page sizes of the layers, each as one column."""
+    def columns(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Offsets, strides and page sizes of the layers, and the sum of the pages before each, as columns."""
         table = np.array(self.layers, dtype=np.int64).reshape(len(self.layers), 3)
-        return table[:, 0:1], table[:, 1:2], table[:, 2:3]
+        pages = table[:, 2:3]
+        return table[:, 0:1], table[:, 1:2], pages, np.cumsum(pages, axis=0) - pages
 
 
 def object_length(layout: GroupLayout, blocks_count: int) -> int:
@@ -99,17 +100,21 @@ def runs(layout: GroupLayout, block_ids: Sequence[int], *, skip_blocks: int = 0)
     Raises ValueError for ids that no request can own, and for the same id twice: those are our own bugs.
     """
     _check_ids(layout, block_ids, skip_blocks)
-    offsets, strides, pages = layout.columns
+    offsets, strides, pages, before = layout.columns
     ids = np.array(block_ids, dtype=np.int64)
     positions = np.arange(skip_blocks, skip_blocks + len(ids))
-    layer_starts = (np.cumsum(pages) - pages[:, 0])[:, None] * (skip_blocks + len(ids))
 
     engine = (offsets + ids * strides).ravel()
-    target = (layer_starts + positions * pages).ravel()
+    target = (before * (skip_blocks + len(ids)) + positions * pages).ravel()
     lengths = np.repeat(pages, len(ids))
     if not len(lengths):
         return Runs(engine, target, lengths)  # a pipeline stage without layers of this group
-    broken = (engine[1:] != engine[:-1] + lengths[:-1]) | (target[1:] != target[:-1] + lengths[:-1])
+    ends = engine + lengths
+    broken = engine[1:] != ends[:-1]
+    if skip_blocks:  # else the object has no gaps
+        broken |= target[1:] != target[:-1] + lengths[:-1]
+    if broken.all():  # as most are: nothing to merge
+        return Runs(engine, target, lengths)
     firsts = np.concatenate(([0], np.flatnonzero(broken) + 1))
     return Runs(engine[firsts], target[firsts], np.add.reduceat(lengths, firsts))
 

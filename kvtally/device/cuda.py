@@ -411,7 +411,7 @@ def _check(move: Move, memory_bytes: int, *, is_whole: bool) -> None:
     runs: Runs = move.runs
     length = _length(move)
     ends = runs.object_offsets + runs.lengths
-    fits = len(runs) > 0 and runs.lengths.min() >= 0
+    fits = len(runs) > 0 and runs.lengths.min() > 0
     fits = fits and runs.engine_offsets.min() >= 0 and (runs.engine_offsets + runs.lengths).max() <= memory_bytes
     fits = fits and runs.object_offsets[0] >= 0 and bool((runs.object_offsets[1:] >= ends[:-1]).all())
     if not fits or ends[-1] > length or (is_whole and int(runs.lengths.sum()) != length):

@@ -6,6 +6,8 @@ Owns how a `Move` becomes the arrays that `device.kernels` reads. Does not touch
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,6 +38,9 @@ def unit_bytes(runs: Runs, length_bytes: int, base: int) -> int:
 
 def unit_addresses(runs: Runs, length_bytes: int, base: int, unit: int) -> Table:
     """Where each unit of an object lies; 0 where the runs leave a gap."""
+    if len(runs) * unit == length_bytes == int(runs.lengths.sum()):  # no gap, and each run is one unit
+        addresses: Table = runs.engine_offsets + base
+        return addresses
     table = np.zeros(length_bytes // unit, dtype=np.int64)
     counts = runs.lengths // unit
     before = np.cumsum(counts) - counts
@@ -50,13 +55,21 @@ def leaf_rows(length_bytes: int, first_address: int, unit: int | None, first_dig
 
     `unit` None: the object lies in one piece, with one address.
     """
-    count = leaf_count(length_bytes)
-    rows = np.empty((count, LEAF_COLUMNS), dtype=np.int64)
+    rows = _leaf_rows(length_bytes, unit).copy()
     rows[:, 0] = first_address
+    rows[:, 4] += first_digest
+    return rows
+
+
+@lru_cache(maxsize=64)
+def _leaf_rows(length_bytes: int, unit: int | None) -> Table:
+    """Of an object that comes first. Objects have few lengths."""
+    count = leaf_count(length_bytes)
+    rows = np.zeros((count, LEAF_COLUMNS), dtype=np.int64)
     rows[:, 1] = np.arange(count) * LEAF_BYTES
     rows[:, 2] = LEAF_BYTES
     rows[-1, 2] = length_bytes - (count - 1) * LEAF_BYTES
     rows[:, 3] = ONE_PIECE if unit is None else unit.bit_length() - 1
-    rows[:, 4] = first_digest + np.arange(count)
+    rows[:, 4] = np.arange(count)
     rows[:, 5] = (rows[:, 2].astype(np.uint64) * LENGTH_PRIME).astype(np.int64)
     return rows
