@@ -7,6 +7,7 @@ half of the bus, however many short ones come. Owns the order only. Neighbours: 
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 J = TypeVar("J")
@@ -34,9 +35,5 @@ class Turns(Generic[J]):
 
     def order(self) -> list[J]:
         """All jobs, the one first whose turn it is; those behind it are for when it has nothing to do."""
-        jobs = sorted(self._jobs, key=_size) if self._is_shortest_first else self._jobs
+        jobs = sorted(self._jobs, key=itemgetter(0)) if self._is_shortest_first else self._jobs
         return [job for _, job in jobs]
-
-
-def _size(job: tuple[int, object]) -> int:
-    return job[0]

@@ -29,7 +29,7 @@ from kvtally.core.checksum import LEAF_BYTES, checksum, leaf_count, root
 from kvtally.core.geometry import Runs
 from kvtally.device import Checksums, Move, Steps
 from kvtally.device.pinning import PinnedArena
-from kvtally.device.units import SHORTEST_BYTES, Table, leaf_rows, unit_addresses, unit_bytes
+from kvtally.device.units import LEAF_COLUMNS, SHORTEST_BYTES, Table, leaf_rows, unit_addresses, unit_bytes
 from kvtally.shm import Mapping
 
 log = logging.getLogger("kvtally.device")
@@ -52,10 +52,13 @@ except ImportError:  # no Triton
 
 
 class Tables(NamedTuple):
-    """Arrays one behind the other in one tensor, and where each begins."""
+    """What kernels read of a batch, one behind the other in one tensor: its units' addresses, those of what is hashed,
+    and its leaves."""
 
     numbers: torch.Tensor
-    starts: list[int]
+    units: int
+    leaves_at: int
+    leaves: int
 
 
 class Twins:
@@ -96,18 +99,15 @@ class Stage:
         self._table = Twins(device, 4096)
         self._digests = Twins(device, max(64, size_bytes // LEAF_BYTES))
 
-    def tables(self, arrays: Sequence[Table], *, upload: bool) -> Tables:
-        """These arrays where kernels read them: in pinned memory, or uploaded in the order of the current stream."""
-        starts, end = [], 0
-        for array in arrays:
-            starts.append(end)
-            end += array.size
-        self._table.reserve(end)
-        for start, array in zip(starts, arrays, strict=True):
-            self._table.numbers[start : start + array.size] = array.ravel()
+    def tables(self, units: Table, hashed: Table, leaves: Table, *, upload: bool) -> Tables:
+        """These where kernels read them: in pinned memory, or uploaded in the order of the current stream."""
+        numbers = np.concatenate([units, hashed, leaves.ravel()])
+        self._table.reserve(len(numbers))
+        self._table.numbers[: len(numbers)] = numbers
         if upload:
-            self._table.upload(end)
-        return Tables(self._table.there if upload else self._table.here, starts)
+            self._table.upload(len(numbers))
+        place = self._table.there if upload else self._table.here
+        return Tables(place, len(units), len(units) + len(hashed), len(leaves))
 
     def digests(self, count: int) -> torch.Tensor:
         self._digests.reserve(count)
@@ -150,8 +150,6 @@ class Batch:
     moves: list[tuple[Move, int]] = field(default_factory=list)  # with where each begins in the stage
     size_bytes: int = 0
     stage: Stage | None = None
-    units: int = 0  # as its tables have them
-    leaves: int = 0
 
     @property
     def last(self) -> int:
@@ -199,10 +197,10 @@ class CudaCopies:
         for unit in sorted({unit for size in page_bytes if (unit := min(size & -size, 64 * 1024)) >= SHORTEST_BYTES}):
             with torch.cuda.device(self._device), torch.cuda.stream(self._out.pages):
                 address = np.full(1, stage.buffer.data_ptr() + stage.buffer.numel() // 2, dtype=np.int64)
-                tables = stage.tables([address, address, leaf_rows(unit, 0, None, 0)], upload=True)
+                tables = stage.tables(address, address, leaf_rows(unit, 0, None, 0), upload=True)
                 for into_buffer in (True, False):
-                    self._copy_units(tables, 1, stage.buffer, unit, into_buffer=into_buffer)
-                self._hash(stage, tables, 1)
+                    self._copy_units(tables, stage.buffer, unit, into_buffer=into_buffer)
+                self._hash(stage, tables)
             self._out.pages.synchronize()
 
     # ---- the arena
@@ -335,17 +333,16 @@ class CudaCopies:
         base = memory.data_ptr()
         table = np.concatenate([unit_addresses(move.runs, _length(move), base, batch.unit) for move, _ in batch.moves])
         hashed, leaves = self._leaves(stage, batch, table, in_stage=in_stage)
-        batch.units, batch.leaves = len(table), len(leaves)
-        return stage.tables([table, hashed, leaves], upload=not in_stage)
+        return stage.tables(table, hashed, leaves, upload=not in_stage)
 
     def _move_pages(
         self, stage: Stage, memory: torch.Tensor, batch: Batch, tables: Tables | None, *, into_stage: bool
     ) -> None:
         """On the current stream: pages to the stage or back, and digests of what was saved or has landed."""
         if tables is not None:
-            self._copy_units(tables, batch.units, stage.buffer, batch.unit, into_buffer=into_stage)
-            if batch.leaves:
-                self._hash(stage, tables, batch.leaves)
+            self._copy_units(tables, stage.buffer, batch.unit, into_buffer=into_stage)
+            if tables.leaves:
+                self._hash(stage, tables)
             return
         for move, start in batch.moves:
             for run in move.runs:
@@ -369,16 +366,17 @@ class CudaCopies:
             first, unit = (number, None) if in_stage else (start // batch.unit, batch.unit)
             rows.append(leaf_rows(length, first, unit, digest))
             digest += leaf_count(length)
-        return hashed, np.concatenate(rows) if rows else np.empty((0, 6), dtype=np.int64)
+        return hashed, np.concatenate(rows) if rows else np.empty((0, LEAF_COLUMNS), dtype=np.int64)
 
-    def _copy_units(self, tables: Tables, count: int, buffer: torch.Tensor, unit: int, *, into_buffer: bool) -> None:
+    def _copy_units(self, tables: Tables, buffer: torch.Tensor, unit: int, *, into_buffer: bool) -> None:
         part = min(unit, kernels.PART_BYTES)
-        kernels.copy_units[(count, unit // part)](tables.numbers, buffer, unit, PART=part, INTO_BUFFER=into_buffer)
+        grid = tables.units, unit // part
+        kernels.copy_units[grid](tables.numbers, buffer, unit, PART=part, INTO_BUFFER=into_buffer)
 
-    def _hash(self, stage: Stage, tables: Tables, count: int) -> None:
-        _, hashed, leaves = tables.starts
+    def _hash(self, stage: Stage, tables: Tables) -> None:
+        numbers, hashed_at, leaves_at, count = tables
         digests = stage.digests(count)
-        kernels.leaf_digests[(count,)](tables.numbers, hashed, leaves, self._constants, digests, num_warps=1)
+        kernels.leaf_digests[(count,)](numbers, hashed_at, leaves_at, self._constants, digests, num_warps=1)
         stage.download()
 
     def _collect(self, batch: Batch, checksums: Checksums) -> None:

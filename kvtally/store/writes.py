@@ -287,6 +287,11 @@ class Writes:
             else:
                 self._queue_write(number, node, bit, now_ns)
 
+    def _is_in_arena(self, node: Node, bit: int) -> bool:
+        """Whether it still is: a job or a queue may know it for longer than the index does."""
+        is_known = node.family.nodes.get(node.chain) is node
+        return is_known and bool(self._residency.arena_mask(node) >> bit & 1)
+
     def _is_too_much(self, tier: TierState, node: Node, bit: int) -> bool:
         size = round_up(self._residency.length_bytes(node, bit))
         return tier.queued_bytes > 0 and tier.queued_bytes + size > self._context.limits.write_behind_bytes
@@ -313,7 +318,7 @@ class Writes:
         tier = self._context.tiers[number - 1]
         while tier.postponed and tier.writable(now_ns):
             node, bit = next(iter(tier.postponed))
-            is_there = node.family.nodes.get(node.chain) is node and self._residency.arena_mask(node) >> bit & 1
+            is_there = self._is_in_arena(node, bit)
             if is_there and self._is_too_much(tier, node, bit):
                 return
             del tier.postponed[node, bit]
@@ -377,8 +382,7 @@ class Writes:
             tier.write_seconds += outcome.seconds
             tier.write_pause_ns = FIRST_PAUSE_NS
             tier.unremoved.pop(job.record.key, None)  # replaced what a removal just before failed to take out
-            is_known = node.family.nodes.get(node.chain) is node and self._residency.arena_mask(node) >> bit & 1
-            if is_known and not self._residency.differs(node, bit, length, job.record.checksum):
+            if self._is_in_arena(node, bit) and not self._residency.differs(node, bit, length, job.record.checksum):
                 self._residency.add(node, bit, job.tier, length, job.record.checksum)
             elif (
                 node,

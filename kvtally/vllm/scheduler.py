@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 from vllm.v1.request import RequestStatus
@@ -67,6 +67,14 @@ class Track(Question):
     is_filed: bool = False  # its half of the receipt is on its way
 
 
+class Held(NamedTuple):
+    """Blocks that outlive their request until they are saved."""
+
+    track: Track
+    blocks: list[int]
+    missing: int  # ranks that are still to report
+
+
 class SchedulerHalf:
     """See the module docstring. `world_size` ranks must report before a save's blocks are let go.
 
@@ -95,8 +103,7 @@ class SchedulerHalf:
         self._diverging = True
         self._diverge_again = True
         self._tracks: dict[str, Track] = {}
-        self._held: dict[int, tuple[list[int], int]] = {}  # save job -> blocks held for it, ranks still to report
-        self._handed: dict[int, Track] = {}  # save job -> the prefill for somebody else that it is part of
+        self._held: dict[int, Held] = {}  # by save job
         self._held_blocks = 0
         self._loads: list[LoadJob] = []
         self._reports: dict[str, LoadReport] = {}  # of loads that some ranks have finished
@@ -355,19 +362,16 @@ class SchedulerHalf:
         self._last_job += 1
         if self.events is not None:
             self.events.begin(self._last_job, track.request, items)
-        if track.is_prefill:
-            self._handed[self._last_job] = track
         blocks = sorted({block for item in items for block in item.block_ids})
         self._pool.touch([self._pool.blocks[block] for block in blocks])
-        self._held[self._last_job] = (blocks, self._world_size)
+        self._held[self._last_job] = Held(track, blocks, self._world_size)
         self._held_blocks += len(blocks)
         self.tally.count(SAVES, "taken")
         jobs.append(SaveJob(self._last_job, items))
 
     def _unhold(self, jobs: Iterable[int]) -> None:
         for job in jobs:
-            self._handed.pop(job, None)
-            blocks, _ = self._held.pop(job)
+            blocks = self._held.pop(job).blocks
             self._held_blocks -= len(blocks)
             if self._pool is not None:
                 self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
@@ -379,15 +383,14 @@ class SchedulerHalf:
             for job, ranks in report.stored.items():
                 self.events.stored(job, ranks)
         for job, reason in report.lost.items():
-            if job in self._handed:
-                self._withdraw(self._handed[job], reason)
+            if job in self._held:
+                self._withdraw(self._held[job].track, reason)
         for job, ranks in report.saved.items():
             held = self._held.get(job)
             if held is None:
                 continue
-            blocks, missing = held
-            if missing > ranks:
-                self._held[job] = (blocks, missing - ranks)
+            if held.missing > ranks:
+                self._held[job] = held._replace(missing=held.missing - ranks)
                 continue
             self._unhold([job])
             if self.events is not None:
@@ -513,7 +516,7 @@ class SchedulerHalf:
         return answer
 
     def _withdraw(self, track: Track, reason: str) -> None:
-        """Something of a prefill for somebody else could not be saved: nobody is to wait for it."""
+        """Something of a request could not be saved. If it was promised to somebody, nobody is to wait for it."""
         track.lost = track.lost or reason
         if track.promised is not None and track.handoff is not None:
             withdrawn = structs.replace(track.promised, saved_tokens=0, chain=b"", reason=track.lost)

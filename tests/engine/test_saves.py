@@ -119,7 +119,7 @@ def test_a_promise_that_cannot_be_kept_is_withdrawn(scene: Scene, bench: Bench) 
     scene.saved(1)
     scene.saved(2, lost={2: "arena_full"})
     eventually(lambda: promise(bench, "p") == (0, "arena_full"))
-    assert not scene.half._handed
+    assert not scene.half._held
 
 
 def test_what_could_not_be_saved_is_not_promised(scene: Scene, bench: Bench) -> None:
