@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ import torch
 from kvtally.core.checksum import LEAF_BYTES, checksum, leaf_count, root
 from kvtally.core.geometry import Runs
 from kvtally.device import Checksums, Move, Steps
+from kvtally.device.driver import Driver
 from kvtally.device.pinning import PinnedArena
 from kvtally.device.units import LEAF_COLUMNS, SHORTEST_BYTES, Table, leaf_rows, unit_addresses, unit_bytes
 from kvtally.shm import Mapping
@@ -36,7 +37,7 @@ log = logging.getLogger("kvtally.device")
 
 # The thread that queues copies shares its interpreter with the engine's. It must not keep the bus waiting when its turn
 # comes late, so several stages are filled ahead (loads are waited for, saves are not); and it must seldom ask for its
-# turn, so stages are large, and a batch is few calls: each lets go of the interpreter and has to win it back.
+# turn, so stages are large, and all but the kernels are queued by calls that keep the interpreter (`driver`).
 STAGE_BYTES = 80 << 20  # 1.5 ms of bus
 LOAD_STAGES = 3
 SAVE_STAGES = 2
@@ -66,26 +67,18 @@ class Twins:
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._device = device
-        self._parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # beginnings, made once: a view is a call too
+        self.numbers: Table = np.empty(0, dtype=np.int64)
         self.reserve(count)
 
     def reserve(self, count: int) -> None:
         """Room for so many; what was there is lost where that takes new memory."""
-        if self._parts and count <= len(self.numbers):
+        if count <= len(self.numbers):
             return
-        size = _power_of_two(count)
+        size = 1 << (count - 1).bit_length()
         self.here = torch.empty(size, dtype=torch.int64, pin_memory=True)
         self.there = torch.empty(size, dtype=torch.int64, device=self._device)
-        self.numbers: Table = self.here.numpy()
-        self._parts = {size: (self.here, self.there)}
-
-    def upload(self, count: int) -> None:
-        """The first ones, and a few more."""
-        size = _power_of_two(count)
-        if size not in self._parts:
-            self._parts[size] = self.here[:size], self.there[:size]
-        here, there = self._parts[size]
-        there.copy_(here, non_blocking=True)
+        self.numbers = self.here.numpy()
+        self.here_at, self.there_at = self.here.data_ptr(), self.there.data_ptr()
 
 
 class Stage:
@@ -93,32 +86,18 @@ class Stage:
 
     def __init__(self, device: torch.device, size_bytes: int) -> None:
         self.buffer = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self.address = self.buffer.data_ptr()
         self.crossed = torch.cuda.Event()  # between the two streams
         self.done = torch.cuda.Event()
+        for event in (self.crossed, self.done):
+            event.record(torch.cuda.current_stream(device))  # only now it has a handle
         self.is_taken = False
-        self._table = Twins(device, 4096)
-        self._digests = Twins(device, max(64, size_bytes // LEAF_BYTES))
-
-    def tables(self, units: Table, hashed: Table, leaves: Table, *, upload: bool) -> Tables:
-        """These where kernels read them: in pinned memory, or uploaded in the order of the current stream."""
-        numbers = np.concatenate([units, hashed, leaves.ravel()])
-        self._table.reserve(len(numbers))
-        self._table.numbers[: len(numbers)] = numbers
-        if upload:
-            self._table.upload(len(numbers))
-        place = self._table.there if upload else self._table.here
-        return Tables(place, len(units), len(units) + len(hashed), len(leaves))
-
-    def digests(self, count: int) -> torch.Tensor:
-        self._digests.reserve(count)
-        return self._digests.there
-
-    def download(self) -> None:
-        self._digests.here.copy_(self._digests.there, non_blocking=True)
+        self.table = Twins(device, 4096)
+        self.digests = Twins(device, max(64, size_bytes // LEAF_BYTES))
 
     def digest_bytes(self, first: int, count: int) -> bytes:
         """Of leaves, once `done`."""
-        return self._digests.numbers[first : first + count].tobytes()
+        return self.digests.numbers[first : first + count].tobytes()
 
 
 class Lane:
@@ -141,33 +120,32 @@ class Lane:
         return None
 
 
+class Part(NamedTuple):
+    """One object of a batch: its number among all moves of the transfer, and where it lies in the stage."""
+
+    number: int
+    move: Move
+    start: int
+    length: int
+
+
 @dataclass(slots=True)
 class Batch:
     """Whole objects that share a stage and a unit. Unit 0: their pages are copied one by one."""
 
     unit: int
-    indices: list[int] = field(default_factory=list)  # among all moves of the transfer
-    moves: list[tuple[Move, int]] = field(default_factory=list)  # with where each begins in the stage
+    stage: Stage
+    parts: list[Part] = field(default_factory=list)
     size_bytes: int = 0
-    stage: Stage | None = None
 
-    @property
-    def last(self) -> int:
-        return self.indices[-1]
+    def takes(self, unit: int, length: int) -> bool:
+        return unit == self.unit and self.size_bytes + length <= self.stage.buffer.numel()
 
-    @property
-    def is_done(self) -> bool:
-        return self.stage is not None and self.stage.done.query()
-
-    def give_back(self) -> None:
-        """The stage is free as soon as the GPU has done what it was told."""
-        if self.stage is not None:
-            self.stage.done.synchronize()
-            self.stage.is_taken = False
-            self.stage = None
-
-
-Queue = Callable[[Lane, Stage, torch.Tensor, Batch], None]
+    def add(self, number: int, move: Move, length: int) -> Part:
+        part = Part(number, move, self.size_bytes, length)
+        self.parts.append(part)
+        self.size_bytes += -(-length // SHORTEST_BYTES) * SHORTEST_BYTES
+        return part
 
 
 class CudaCopies:
@@ -184,6 +162,8 @@ class CudaCopies:
             self._in = Lane(device, LOAD_STAGES, self._stage_bytes)
             self._out = Lane(device, SAVE_STAGES, self._stage_bytes)
             self._constants = kernels.constants(device) if self._uses_kernels else torch.empty(0)
+            self._driver = Driver()
+            torch.cuda.synchronize(device)  # this memory may be what the engine had just let go of
 
     @property
     def way(self) -> str:
@@ -196,11 +176,10 @@ class CudaCopies:
         stage = self._out.stages[0]
         for unit in sorted({unit for size in page_bytes if (unit := min(size & -size, 64 * 1024)) >= SHORTEST_BYTES}):
             with torch.cuda.device(self._device), torch.cuda.stream(self._out.pages):
-                address = np.full(1, stage.buffer.data_ptr() + stage.buffer.numel() // 2, dtype=np.int64)
-                tables = stage.tables(address, address, leaf_rows(unit, 0, None, 0), upload=True)
-                for into_buffer in (True, False):
-                    self._copy_units(tables, stage.buffer, unit, into_buffer=into_buffer)
-                self._hash(stage, tables)
+                address = np.full(1, stage.address + stage.buffer.numel() // 2, dtype=np.int64)
+                tables = _fill(stage.table, address, address, leaf_rows(unit, 0, None, 0), on_gpu=False)
+                for into_stage in (True, False):
+                    self._launch(stage, unit, tables, into_stage=into_stage)
             self._out.pages.synchronize()
 
     # ---- the arena
@@ -221,17 +200,12 @@ class CudaCopies:
     def close(self) -> None:
         self.pin(None)
 
-    def _host(self, pieces: Sequence[memoryview], *, writable: bool) -> list[torch.Tensor]:
-        """A slot's bytes as tensors, each of which may be copied at once."""
-        found: list[torch.Tensor] = []
-        for piece in pieces:
-            array = np.frombuffer(piece, dtype=np.uint8)
-            offset = array.__array_interface__["data"][0] - (self._arena.mapping.address if self._arena else 0)
-            if self._arena is not None and offset >= 0 and offset + array.size <= self._arena.mapping.size_bytes:
-                found += [self._arena.bytes[at : at + length] for at, length in self._arena.pieces(offset, array.size)]
-            else:  # not this arena's: bytes of a store that is gone, or of a test
-                found.append(torch.from_numpy(array if writable else array.copy()))
-        return found
+    def _host(self, piece: memoryview, *, writable: bool) -> torch.Tensor:
+        """Bytes of a slot as a tensor, wherever they are."""
+        if self._arena is not None and (offset := self._arena.offset(piece)) is not None:
+            return self._arena.bytes[offset : offset + piece.nbytes]
+        array = np.frombuffer(piece, dtype=np.uint8)  # of a store that is gone, or of a test
+        return torch.from_numpy(array if writable else array.copy())
 
     # ---- transfers
 
@@ -242,175 +216,175 @@ class CudaCopies:
         return queued
 
     def save(self, memory: torch.Tensor, moves: Iterable[Move], after: torch.cuda.Event) -> Steps:
-        return (yield from self._transfer(self._out, memory, moves, after, self._queue_save))
+        return (yield from self._transfer(self._out, memory, moves, after))
 
     def load(self, memory: torch.Tensor, moves: Iterable[Move], after: torch.cuda.Event) -> Steps:
-        return (yield from self._transfer(self._in, memory, moves, after, self._queue_load))
+        return (yield from self._transfer(self._in, memory, moves, after))
 
-    def _transfer(
-        self, lane: Lane, memory: torch.Tensor, moves: Iterable[Move], after: torch.cuda.Event, queue: Queue
-    ) -> Steps:
+    def _transfer(self, lane: Lane, memory: torch.Tensor, moves: Iterable[Move], after: torch.cuda.Event) -> Steps:
+        """Moves are taken one by one. What is loaded gets on the bus at once, while the next are being worked out; the
+        rest is done for each stage together."""
         checksums: Checksums = []
         queued: deque[Batch] = deque()
+        batch: Batch | None = None  # that takes more; the last of `queued`
         try:
-            for batch in self._batches(memory, moves, is_whole=lane is self._out):
-                checksums += [None] * (batch.last + 1 - len(checksums))
-                while (stage := lane.take()) is None:
-                    if queued and queued[0].is_done:
-                        self._collect(queued.popleft(), checksums)
-                    else:  # waits for our own oldest, or for somebody else's
-                        yield FULL_PAUSE_S
-                batch.stage = stage
-                queued.append(batch)
-                with torch.cuda.device(self._device):
-                    if batch.indices[0] == 0:  # not before: what others have queued by then need not wait for it
-                        lane.pages.wait_event(after)
-                    queue(lane, stage, memory, batch)
+            for index, move in enumerate(moves):
+                length = _checked_length(move, memory.numel(), self._stage_bytes, is_whole=lane is self._out)
+                unit = unit_bytes(move.runs, length, memory.data_ptr()) if self._uses_kernels else 0
+                checksums.append(None)
+                if batch is not None and not batch.takes(unit, length):
+                    self._queue(lane, memory, batch)
+                    batch = None
+                    yield 0.0
+                if batch is None:
+                    while (stage := lane.take()) is None:
+                        if queued and self._is_done(queued[0]):
+                            self._collect(queued.popleft(), checksums)
+                        else:  # waits for our own oldest, or for somebody else's
+                            yield FULL_PAUSE_S
+                    batch = Batch(unit, stage)
+                    queued.append(batch)
+                if index == 0:  # not before: what others have queued by then need not wait for it
+                    lane.pages.wait_event(after)
+                part = batch.add(index, move, length)
+                if lane is self._in:
+                    self._cross(lane, batch.stage, part)
+            if batch is not None:
+                self._queue(lane, memory, batch)
                 yield 0.0
             while queued:
-                while not queued[0].is_done:
+                while not self._is_done(queued[0]):
                     yield END_PAUSE_S if lane.taken == len(queued) <= 2 else SHARED_PAUSE_S
                 self._collect(queued.popleft(), checksums)
         finally:  # an error, or nobody wants this any more: what the GPU was told to do, it does
-            for batch in queued:
-                batch.give_back()
+            if queued:
+                lane.bus.synchronize()  # a load that was not queued whole
+            for unfinished in queued:
+                unfinished.stage.done.synchronize()
+                unfinished.stage.is_taken = False
         return checksums
 
-    def _batches(self, memory: torch.Tensor, moves: Iterable[Move], *, is_whole: bool) -> Iterator[Batch]:
-        """Objects of one unit together, as many as a stage holds. Moves are taken one by one: while the first is on its
-        way, alone, the next are still being worked out."""
-        base = memory.data_ptr()
-        open_batches: dict[int, Batch] = {}
-        for index, move in enumerate(moves):
-            _check(move, memory.numel(), is_whole=is_whole)
-            length = _length(move)
-            if length > self._stage_bytes:
-                raise ValueError(f"an object of {length} bytes does not fit a stage of {self._stage_bytes}")
-            unit = unit_bytes(move.runs, length, base) if self._uses_kernels else 0
-            batch = open_batches.get(unit)
-            if batch is not None and batch.size_bytes + length > self._stage_bytes:
-                yield open_batches.pop(unit)
-                batch = None
-            if batch is None:
-                batch = open_batches[unit] = Batch(unit)
-            batch.indices.append(index)
-            batch.moves.append((move, batch.size_bytes))
-            batch.size_bytes += -(-length // SHORTEST_BYTES) * SHORTEST_BYTES
-            if index == 0:
-                yield open_batches.pop(unit)
-        yield from open_batches.values()
+    def _cross(self, lane: Lane, stage: Stage, part: Part) -> None:
+        """The bytes of an object between its slot and the stage, on the bus. What is not pinned is left to torch, which
+        waits for it, but lets others have the interpreter."""
+        self._driver.enter()
+        is_load, at = lane is self._in, part.start
+        for piece in part.move.pieces:
+            pinned = self._arena.pinned(piece) if self._arena is not None else []
+            for address, length in pinned:
+                place = stage.address + at
+                target, source = (place, address) if is_load else (address, place)
+                self._driver.copy(target, source, length, lane.bus.cuda_stream)
+                at += length
+            if not pinned:
+                place, bytes_ = stage.buffer[at : at + piece.nbytes], self._host(piece, writable=not is_load)
+                with torch.cuda.stream(lane.bus):
+                    place.copy_(bytes_, non_blocking=True) if is_load else bytes_.copy_(place, non_blocking=True)
+                at += piece.nbytes
 
-    def _queue_load(self, lane: Lane, stage: Stage, memory: torch.Tensor, batch: Batch) -> None:
-        with torch.cuda.stream(lane.bus):
-            for move, start in batch.moves:
-                for part in self._host(move.pieces, writable=False):
-                    stage.buffer[start : start + part.numel()].copy_(part, non_blocking=True)
-                    start += part.numel()
-            # Worked out while the bus is busy, and on its stream: on another they would wait for what it carries next.
-            tables = self._tables(stage, memory, batch, in_stage=False) if batch.unit else None
-            stage.crossed.record()
-        with torch.cuda.stream(lane.pages):
-            lane.pages.wait_event(stage.crossed)
-            self._move_pages(stage, memory, batch, tables, into_stage=False)
-            stage.done.record()
+    def _queue(self, lane: Lane, memory: torch.Tensor, batch: Batch) -> None:
+        """All that is left to do for a batch. Tables of a load are uploaded on the bus, where no later copy goes first;
+        those of a save are read once for each unit and leaf, straight from the host's memory."""
+        stage, is_load, driver = batch.stage, lane is self._in, self._driver
+        bus, pages = lane.bus.cuda_stream, lane.pages.cuda_stream
+        crossed, done = stage.crossed.cuda_event, stage.done.cuda_event
+        with torch.cuda.device(self._device), torch.cuda.stream(lane.pages):
+            driver.enter()
+            tables = self._tables(memory, batch, is_load=is_load) if batch.unit else None
+            if is_load:
+                if tables is not None:
+                    count = tables.leaves_at + tables.leaves * LEAF_COLUMNS
+                    driver.copy(stage.table.there_at, stage.table.here_at, 8 * count, bus)
+                driver.record(crossed, bus)
+                driver.wait(pages, crossed)
+            if tables is not None:
+                self._launch(stage, batch.unit, tables, into_stage=not is_load)
+            else:
+                _copy_runs(memory, batch, into_stage=not is_load)
+            if tables is not None and tables.leaves:
+                driver.copy(stage.digests.here_at, stage.digests.there_at, 8 * tables.leaves, pages)
+            if not is_load:
+                driver.record(crossed, pages)
+                driver.wait(bus, crossed)
+                for part in batch.parts:
+                    self._cross(lane, stage, part)
+            driver.record(done, pages if is_load else bus)
 
-    def _queue_save(self, lane: Lane, stage: Stage, memory: torch.Tensor, batch: Batch) -> None:
-        with torch.cuda.stream(lane.pages):
-            tables = self._tables(stage, memory, batch, in_stage=True) if batch.unit else None
-            self._move_pages(stage, memory, batch, tables, into_stage=True)
-            stage.crossed.record()
-        with torch.cuda.stream(lane.bus):
-            lane.bus.wait_event(stage.crossed)
-            for move, start in batch.moves:
-                for part in self._host(move.pieces, writable=True):
-                    part.copy_(stage.buffer[start : start + part.numel()], non_blocking=True)
-                    start += part.numel()
-            stage.done.record()
-
-    def _tables(self, stage: Stage, memory: torch.Tensor, batch: Batch, *, in_stage: bool) -> Tables:
-        """For kernels: where units lie, where what is hashed lies, and its leaves. Those of a save are read once for
-        each unit and leaf, straight from the host's memory; those of a load for each stripe, so they are uploaded."""
-        base = memory.data_ptr()
-        table = np.concatenate([unit_addresses(move.runs, _length(move), base, batch.unit) for move, _ in batch.moves])
-        hashed, leaves = self._leaves(stage, batch, table, in_stage=in_stage)
-        return stage.tables(table, hashed, leaves, upload=not in_stage)
-
-    def _move_pages(
-        self, stage: Stage, memory: torch.Tensor, batch: Batch, tables: Tables | None, *, into_stage: bool
-    ) -> None:
-        """On the current stream: pages to the stage or back, and digests of what was saved or has landed."""
-        if tables is not None:
-            self._copy_units(tables, stage.buffer, batch.unit, into_buffer=into_stage)
-            if tables.leaves:
-                self._hash(stage, tables)
-            return
-        for move, start in batch.moves:
-            for run in move.runs:
-                page = memory[run.engine_offset : run.engine_offset + run.length]
-                place = stage.buffer[start + run.object_offset : start + run.object_offset + run.length]
-                place.copy_(page) if into_stage else page.copy_(place)
-
-    def _leaves(self, stage: Stage, batch: Batch, table: Table, *, in_stage: bool) -> tuple[Table, Table]:
-        """Addresses of what is hashed, and the leaves: what left is hashed in the stage, because it is this that is
-        saved; what came back where it landed, and in the stage what the engine did not want of it."""
-        base = stage.buffer.data_ptr()
-        if in_stage:
-            hashed = np.array([base + start for _, start in batch.moves], dtype=np.int64)
+    def _tables(self, memory: torch.Tensor, batch: Batch, *, is_load: bool) -> Tables:
+        """Where units lie, where what is hashed lies, and its leaves: what left is hashed in the stage, because it is
+        this that is saved; what came back where it landed, and in the stage what the engine did not want of it."""
+        stage, unit, base = batch.stage, batch.unit, memory.data_ptr()
+        units = np.concatenate([unit_addresses(part.move.runs, part.length, base, unit) for part in batch.parts])
+        if is_load:
+            hashed = np.where(units == 0, stage.address + np.arange(len(units)) * unit, units)
         else:
-            hashed = np.where(table == 0, base + np.arange(len(table)) * batch.unit, table)
-        rows, digest = [], 0
-        for number, (move, start) in enumerate(batch.moves):
-            if move.seed is None:
+            hashed = np.array([stage.address + part.start for part in batch.parts], dtype=np.int64)
+        rows, digest = [np.empty((0, LEAF_COLUMNS), dtype=np.int64)], 0
+        for number, part in enumerate(batch.parts):
+            if part.move.seed is None:
                 continue
-            length = _length(move)
-            first, unit = (number, None) if in_stage else (start // batch.unit, batch.unit)
-            rows.append(leaf_rows(length, first, unit, digest))
-            digest += leaf_count(length)
-        return hashed, np.concatenate(rows) if rows else np.empty((0, LEAF_COLUMNS), dtype=np.int64)
+            first, size = (part.start // unit, unit) if is_load else (number, None)
+            rows.append(leaf_rows(part.length, first, size, digest))
+            digest += leaf_count(part.length)
+        stage.digests.reserve(digest)
+        return _fill(stage.table, units, hashed, np.concatenate(rows), on_gpu=is_load)
 
-    def _copy_units(self, tables: Tables, buffer: torch.Tensor, unit: int, *, into_buffer: bool) -> None:
+    def _launch(self, stage: Stage, unit: int, tables: Tables, *, into_stage: bool) -> None:
+        """On the current stream: pages to the stage or back, and digests of what was saved or has landed."""
+        numbers, units, leaves_at, leaves = tables
         part = min(unit, kernels.PART_BYTES)
-        grid = tables.units, unit // part
-        kernels.copy_units[grid](tables.numbers, buffer, unit, PART=part, INTO_BUFFER=into_buffer)
+        kernels.copy_units[units, unit // part](numbers, stage.buffer, unit, PART=part, INTO_BUFFER=into_stage)
+        if leaves:
+            digests = stage.digests.there
+            kernels.leaf_digests[(leaves,)](numbers, units, leaves_at, self._constants, digests, num_warps=1)
 
-    def _hash(self, stage: Stage, tables: Tables) -> None:
-        numbers, hashed_at, leaves_at, count = tables
-        digests = stage.digests(count)
-        kernels.leaf_digests[(count,)](numbers, hashed_at, leaves_at, self._constants, digests, num_warps=1)
-        stage.download()
+    def _is_done(self, batch: Batch) -> bool:
+        self._driver.enter()
+        return self._driver.is_done(batch.stage.done.cuda_event)
 
     def _collect(self, batch: Batch, checksums: Checksums) -> None:
         """A batch is done: its objects' checksums, and its stage is free again."""
-        assert batch.stage is not None
         digest = 0
-        for index, (move, _) in zip(batch.indices, batch.moves, strict=True):
+        for number, move, _, length in batch.parts:
             if move.seed is None:
                 continue
             if batch.unit:
-                count = leaf_count(_length(move))
-                checksums[index] = root(batch.stage.digest_bytes(digest, count), move.seed)
+                count = leaf_count(length)
+                checksums[number] = root(batch.stage.digest_bytes(digest, count), move.seed)
                 digest += count
             else:
-                checksums[index] = checksum(move.pieces, move.seed)
-        batch.give_back()
+                checksums[number] = checksum(move.pieces, move.seed)
+        batch.stage.is_taken = False
 
 
-def _power_of_two(count: int) -> int:
-    """The smallest that is not less, and not less than 64."""
-    return 1 << max(6, (count - 1).bit_length())
+def _fill(table: Twins, units: Table, hashed: Table, leaves: Table, *, on_gpu: bool) -> Tables:
+    """These one behind the other in pinned memory, for kernels to read there or, once uploaded, on the GPU."""
+    numbers = np.concatenate([units, hashed, leaves.ravel()])
+    table.reserve(len(numbers))
+    table.numbers[: len(numbers)] = numbers
+    return Tables(table.there if on_gpu else table.here, len(units), len(units) + len(hashed), len(leaves))
 
 
-def _length(move: Move) -> int:
-    return sum(piece.nbytes for piece in move.pieces)
+def _copy_runs(memory: torch.Tensor, batch: Batch, *, into_stage: bool) -> None:
+    """On the current stream, page by page."""
+    for part in batch.parts:
+        for run in part.move.runs:
+            page = memory[run.engine_offset : run.engine_offset + run.length]
+            start = part.start + run.object_offset
+            place = batch.stage.buffer[start : start + run.length]
+            place.copy_(page) if into_stage else page.copy_(place)
 
 
-def _check(move: Move, memory_bytes: int, *, is_whole: bool) -> None:
-    """Runs lie inside their memory and slot: kernels do not look."""
+def _checked_length(move: Move, memory_bytes: int, stage_bytes: int, *, is_whole: bool) -> int:
+    """An object's, whose runs lie inside their memory and slot: kernels do not look."""
     runs: Runs = move.runs
-    length = _length(move)
+    length = sum(piece.nbytes for piece in move.pieces)
+    if length > stage_bytes:
+        raise ValueError(f"an object of {length} bytes does not fit a stage of {stage_bytes}")
     ends = runs.object_offsets + runs.lengths
     fits = len(runs) > 0 and runs.lengths.min() > 0
     fits = fits and runs.engine_offsets.min() >= 0 and (runs.engine_offsets + runs.lengths).max() <= memory_bytes
     fits = fits and runs.object_offsets[0] >= 0 and bool((runs.object_offsets[1:] >= ends[:-1]).all())
     if not fits or ends[-1] > length or (is_whole and int(runs.lengths.sum()) != length):
         raise ValueError(f"{len(runs)} runs do not fit a memory of {memory_bytes} bytes and a slot of {length}")
+    return length

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 
+import numpy as np
 import torch
 
 from kvtally.shm import Mapping
@@ -36,14 +37,22 @@ class PinnedArena:
         self._thread = threading.Thread(target=self._pin, name="kvtally-pin", daemon=True)
         self._thread.start()
 
-    def pieces(self, offset: int, length: int) -> list[tuple[int, int]]:
-        """A range of the arena as offsets and lengths that may each be copied at once: a copy must not reach over
-        the border of two registrations."""
+    def offset(self, piece: memoryview) -> int | None:
+        """Where it lies in the arena; None: not there."""
+        offset = int(np.frombuffer(piece, dtype=np.uint8).__array_interface__["data"][0]) - self.mapping.address
+        return offset if 0 <= offset <= self.mapping.size_bytes - piece.nbytes else None
+
+    def pinned(self, piece: memoryview) -> list[tuple[int, int]]:
+        """Addresses and lengths that may each be copied at once: a copy must not reach over the border of two
+        registrations. Nothing where not all of it is pinned."""
+        start, length = self.offset(piece), piece.nbytes
+        if start is None or start + length > self._pinned_bytes:
+            return []
         found = []
         while length:
-            part = min(length, PIECE_BYTES - offset % PIECE_BYTES)
-            found.append((offset, part))
-            offset, length = offset + part, length - part
+            part = min(length, PIECE_BYTES - start % PIECE_BYTES)
+            found.append((self.mapping.address + start, part))
+            start, length = start + part, length - part
         return found
 
     def wait(self, timeout_s: float) -> bool:
