@@ -28,7 +28,7 @@ import numpy as np
 
 from kvtally.bench.child import serve
 from kvtally.bench.gpu_report import CopyFigure, Machine, Rate
-from kvtally.core.geometry import GroupLayout, LayerView, object_length, runs
+from kvtally.core.geometry import GroupLayout, LayerView, object_length
 from kvtally.core.namespace import GroupKind, GroupSpec
 from kvtally.device import Checksums, Move, Steps, finish
 from kvtally.errors import IntegrityError, TransportError
@@ -274,7 +274,7 @@ class Bed:
 
     def moves(self, blocks: Sequence[Sequence[int]], slots: Sequence[memoryview], *, verified: bool) -> list[Move]:
         return [
-            Move(runs(self.layout, ids), [slot], number if verified else None)
+            Move(self.layout, ids, [slot], number if verified else None)
             for number, (ids, slot) in enumerate(zip(blocks, slots, strict=True))
         ]
 

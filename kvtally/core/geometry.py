@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from typing import NamedTuple
 
 import numpy as np
@@ -87,10 +88,27 @@ class GroupLayout:
         pages = table[:, 2:3]
         return table[:, 0:1], table[:, 1:2], pages, np.cumsum(pages, axis=0) - pages
 
+    @cached_property
+    def block_bytes(self) -> int:
+        """One block's pages in all layers."""
+        return sum(layer.page_bytes for layer in self.layers)
+
+    @cached_property
+    def grain_bytes(self) -> int:
+        """The largest power of two that divides every page; 0 without any."""
+        merged = reduce(or_, (layer.page_bytes for layer in self.layers), 0)
+        return merged & -merged
+
+    @cached_property
+    def alignment_bytes(self) -> int:
+        """The largest power of two that divides the place of every page; 0 where they all begin at 0."""
+        merged = reduce(or_, (layer.offset | layer.stride_bytes for layer in self.layers), 0)
+        return merged & -merged
+
 
 def object_length(layout: GroupLayout, blocks_count: int) -> int:
     """Bytes of the object that holds `blocks_count` blocks."""
-    return blocks_count * sum(layer.page_bytes for layer in layout.layers)
+    return blocks_count * layout.block_bytes
 
 
 def runs(layout: GroupLayout, block_ids: Sequence[int], *, skip_blocks: int = 0) -> Runs:
@@ -99,7 +117,7 @@ def runs(layout: GroupLayout, block_ids: Sequence[int], *, skip_blocks: int = 0)
     `skip_blocks` leading blocks of the object are not moved (see `needed_blocks`); `block_ids` are all that follow.
     Raises ValueError for ids that no request can own, and for the same id twice: those are our own bugs.
     """
-    _check_ids(layout, block_ids, skip_blocks)
+    check_blocks(layout, block_ids, skip_blocks)
     offsets, strides, pages, before = layout.columns
     ids = np.array(block_ids, dtype=np.int64)
     positions = np.arange(skip_blocks, skip_blocks + len(ids))
@@ -119,7 +137,8 @@ def runs(layout: GroupLayout, block_ids: Sequence[int], *, skip_blocks: int = 0)
     return Runs(engine[firsts], target[firsts], np.add.reduceat(lengths, firsts))
 
 
-def _check_ids(layout: GroupLayout, block_ids: Sequence[int], skip_blocks: int) -> None:
+def check_blocks(layout: GroupLayout, block_ids: Sequence[int], skip_blocks: int) -> None:
+    """Whether these can be an object's: a request may own them, and each is there once. Raises ValueError."""
     if not block_ids or skip_blocks < 0:
         raise ValueError(f"no blocks to move ({len(block_ids)} ids, {skip_blocks} skipped)")
     if min(block_ids) <= NULL_BLOCK or max(block_ids) >= layout.blocks_count:

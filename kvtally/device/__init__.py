@@ -4,11 +4,11 @@
     save(memory, moves, after)   engine → slots, once `after` has been reached
     load(memory, moves, after)   slots → engine, likewise
 
-`memory` is one rank's buffer; a `Move` says which of its bytes belong to an object (`core.geometry`) and where its slot
-lies. Both are generators, so that one thread keeps many of them going: each `next` does or queues a part of the work
-and yields 0, or the seconds after which it is worth to look again at what was queued. They end with the checksums of
-what was written to the slots, or of what landed in the engine; None for moves without a seed. Both raise ValueError for
-runs that do not fit their memory or slot: those are our own bugs, never a store's fault.
+`memory` is one rank's buffer; a `Move` says of which of its blocks an object is made (`core.geometry`) and where its
+slot lies. Both are generators, so that one thread keeps many of them going: each `next` does or queues a part of the
+work and yields 0, or the seconds after which it is worth to look again at what was queued. They end with the checksums
+of what was written to the slots, or of what landed in the engine; None for moves without a seed. Both raise ValueError
+for blocks that do not fit their memory or slot: those are our own bugs, never a store's fault.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Generator, Iterable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from kvtally.core.geometry import Runs
+from kvtally.core.geometry import GroupLayout, Runs, runs
 from kvtally.shm import Mapping
 
 M_contra = TypeVar("M_contra", contravariant=True)
@@ -25,11 +25,19 @@ F = TypeVar("F")
 
 
 class Move(NamedTuple):
-    """One object between engine memory and its slot. With `seed` None nothing is hashed."""
+    """One object between engine memory and its slot. With `seed` None nothing is hashed. `skip_blocks` leading blocks
+    of the object stay in the slot."""
 
-    runs: Runs
+    layout: GroupLayout
+    block_ids: Sequence[int]
     pieces: Sequence[memoryview]
     seed: int | None
+    skip_blocks: int = 0
+
+    @property
+    def runs(self) -> Runs:
+        """Which bytes these are, each time worked out anew."""
+        return runs(self.layout, self.block_ids, skip_blocks=self.skip_blocks)
 
 
 Checksums = list[int | None]

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from kvtally.core.checksum import LEAF_BYTES, checksum, leaf_count, root
-from kvtally.core.geometry import Runs
+from kvtally.core.geometry import check_blocks, object_length
 from kvtally.device import Checksums, Move, Steps
 from kvtally.device.driver import Driver
 from kvtally.device.pinning import PinnedArena
@@ -42,7 +42,7 @@ STAGE_BYTES = 80 << 20  # 1.5 ms of bus
 LOAD_STAGES = 3
 SAVE_STAGES = 2
 # Between two looks at what was queued: while all stages are under way, while others have some too, and at the end.
-FULL_PAUSE_S = 0.0008
+FULL_PAUSE_S = 0.0006
 SHARED_PAUSE_S = 0.0004
 END_PAUSE_S = 0.0001
 
@@ -53,11 +53,13 @@ except ImportError:  # no Triton
 
 
 class Tables(NamedTuple):
-    """What kernels read of a batch, one behind the other in one tensor: its units' addresses, those of what is hashed,
-    and its leaves."""
+    """What kernels read of a batch, one behind the other in one tensor: its units' addresses, those of what is hashed
+    (which may be the same), and its leaves."""
 
     numbers: torch.Tensor
+    size: int
     units: int
+    hashed_at: int
     leaves_at: int
     leaves: int
 
@@ -177,7 +179,7 @@ class CudaCopies:
         for unit in sorted({unit for size in page_bytes if (unit := min(size & -size, 64 * 1024)) >= SHORTEST_BYTES}):
             with torch.cuda.device(self._device), torch.cuda.stream(self._out.pages):
                 address = np.full(1, stage.address + stage.buffer.numel() // 2, dtype=np.int64)
-                tables = _fill(stage.table, address, address, leaf_rows(unit, 0, None, 0), on_gpu=False)
+                tables = _fill(stage.table, address, None, leaf_rows(unit, 0, None, 0), on_gpu=False)
                 for into_stage in (True, False):
                     self._launch(stage, unit, tables, into_stage=into_stage)
             self._out.pages.synchronize()
@@ -229,8 +231,8 @@ class CudaCopies:
         batch: Batch | None = None  # that takes more; the last of `queued`
         try:
             for index, move in enumerate(moves):
-                length = _checked_length(move, memory.numel(), self._stage_bytes, is_whole=lane is self._out)
-                unit = unit_bytes(move.runs, length, memory.data_ptr()) if self._uses_kernels else 0
+                length = self._checked_length(move, memory, is_whole=lane is self._out)
+                unit = unit_bytes(move.layout, memory.data_ptr()) if self._uses_kernels else 0
                 checksums.append(None)
                 if batch is not None and not batch.takes(unit, length):
                     self._queue(lane, memory, batch)
@@ -264,6 +266,18 @@ class CudaCopies:
                 unfinished.stage.is_taken = False
         return checksums
 
+    def _checked_length(self, move: Move, memory: torch.Tensor, *, is_whole: bool) -> int:
+        """An object's, whose blocks lie inside their memory, and their bytes in the slot: kernels do not look."""
+        layout, length = move.layout, sum(piece.nbytes for piece in move.pieces)
+        check_blocks(layout, move.block_ids, move.skip_blocks)
+        if layout.buffer_bytes > memory.numel() or (is_whole and move.skip_blocks):
+            raise ValueError(f"blocks of {layout.buffer_bytes} bytes do not fit a memory of {memory.numel()}")
+        if not 0 < length <= self._stage_bytes or length != object_length(
+            layout, move.skip_blocks + len(move.block_ids)
+        ):
+            raise ValueError(f"{len(move.block_ids)} blocks do not fit a slot of {length} bytes")
+        return length
+
     def _cross(self, lane: Lane, stage: Stage, part: Part) -> None:
         """The bytes of an object between its slot and the stage, on the bus. What is not pinned is left to torch, which
         waits for it, but lets others have the interpreter."""
@@ -293,8 +307,7 @@ class CudaCopies:
             tables = self._tables(memory, batch, is_load=is_load) if batch.unit else None
             if is_load:
                 if tables is not None:
-                    count = tables.leaves_at + tables.leaves * LEAF_COLUMNS
-                    driver.copy(stage.table.there_at, stage.table.here_at, 8 * count, bus)
+                    driver.copy(stage.table.there_at, stage.table.here_at, 8 * tables.size, bus)
                 driver.record(crossed, bus)
                 driver.wait(pages, crossed)
             if tables is not None:
@@ -314,10 +327,16 @@ class CudaCopies:
         """Where units lie, where what is hashed lies, and its leaves: what left is hashed in the stage, because it is
         this that is saved; what came back where it landed, and in the stage what the engine did not want of it."""
         stage, unit, base = batch.stage, batch.unit, memory.data_ptr()
-        units = np.concatenate([unit_addresses(part.move.runs, part.length, base, unit) for part in batch.parts])
-        if is_load:
+        units = np.concatenate(
+            [
+                unit_addresses(part.move.layout, part.move.block_ids, part.move.skip_blocks, base, unit)
+                for part in batch.parts
+            ]
+        )
+        hashed = None
+        if is_load and any(part.move.skip_blocks for part in batch.parts):
             hashed = np.where(units == 0, stage.address + np.arange(len(units)) * unit, units)
-        else:
+        elif not is_load:
             hashed = np.array([stage.address + part.start for part in batch.parts], dtype=np.int64)
         rows, digest = [np.empty((0, LEAF_COLUMNS), dtype=np.int64)], 0
         for number, part in enumerate(batch.parts):
@@ -331,12 +350,12 @@ class CudaCopies:
 
     def _launch(self, stage: Stage, unit: int, tables: Tables, *, into_stage: bool) -> None:
         """On the current stream: pages to the stage or back, and digests of what was saved or has landed."""
-        numbers, units, leaves_at, leaves = tables
-        part = min(unit, kernels.PART_BYTES)
-        kernels.copy_units[units, unit // part](numbers, stage.buffer, unit, PART=part, INTO_BUFFER=into_stage)
-        if leaves:
-            digests = stage.digests.there
-            kernels.leaf_digests[(leaves,)](numbers, units, leaves_at, self._constants, digests, num_warps=1)
+        numbers, part = tables.numbers, min(unit, kernels.PART_BYTES)
+        kernels.copy_units[tables.units, unit // part](numbers, stage.buffer, unit, PART=part, INTO_BUFFER=into_stage)
+        if tables.leaves:
+            kernels.leaf_digests[(tables.leaves,)](
+                numbers, tables.hashed_at, tables.leaves_at, self._constants, stage.digests.there, num_warps=1
+            )
 
     def _is_done(self, batch: Batch) -> bool:
         self._driver.enter()
@@ -357,12 +376,16 @@ class CudaCopies:
         batch.stage.is_taken = False
 
 
-def _fill(table: Twins, units: Table, hashed: Table, leaves: Table, *, on_gpu: bool) -> Tables:
-    """These one behind the other in pinned memory, for kernels to read there or, once uploaded, on the GPU."""
-    numbers = np.concatenate([units, hashed, leaves.ravel()])
-    table.reserve(len(numbers))
-    table.numbers[: len(numbers)] = numbers
-    return Tables(table.there if on_gpu else table.here, len(units), len(units) + len(hashed), len(leaves))
+def _fill(table: Twins, units: Table, hashed: Table | None, leaves: Table, *, on_gpu: bool) -> Tables:
+    """These one behind the other in pinned memory, for kernels to read there or, once uploaded, on the GPU. `hashed`
+    None: the units."""
+    columns = [units, leaves.ravel()] if hashed is None else [units, hashed, leaves.ravel()]
+    count = sum(map(len, columns))
+    table.reserve(count)
+    np.concatenate(columns, out=table.numbers[:count])
+    leaves_at = count - leaves.size
+    hashed_at = 0 if hashed is None else len(units)
+    return Tables(table.there if on_gpu else table.here, count, len(units), hashed_at, leaves_at, len(leaves))
 
 
 def _copy_runs(memory: torch.Tensor, batch: Batch, *, into_stage: bool) -> None:
@@ -373,18 +396,3 @@ def _copy_runs(memory: torch.Tensor, batch: Batch, *, into_stage: bool) -> None:
             start = part.start + run.object_offset
             place = batch.stage.buffer[start : start + run.length]
             place.copy_(page) if into_stage else page.copy_(place)
-
-
-def _checked_length(move: Move, memory_bytes: int, stage_bytes: int, *, is_whole: bool) -> int:
-    """An object's, whose runs lie inside their memory and slot: kernels do not look."""
-    runs: Runs = move.runs
-    length = sum(piece.nbytes for piece in move.pieces)
-    if length > stage_bytes:
-        raise ValueError(f"an object of {length} bytes does not fit a stage of {stage_bytes}")
-    ends = runs.object_offsets + runs.lengths
-    fits = len(runs) > 0 and runs.lengths.min() > 0
-    fits = fits and runs.engine_offsets.min() >= 0 and (runs.engine_offsets + runs.lengths).max() <= memory_bytes
-    fits = fits and runs.object_offsets[0] >= 0 and bool((runs.object_offsets[1:] >= ends[:-1]).all())
-    if not fits or ends[-1] > length or (is_whole and int(runs.lengths.sum()) != length):
-        raise ValueError(f"{len(runs)} runs do not fit a memory of {memory_bytes} bytes and a slot of {length}")
-    return length

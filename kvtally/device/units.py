@@ -1,18 +1,19 @@
 """Tables for GPU kernels: objects as equal units, and leaves of their checksums. Arithmetic only.
 
 Owns how a `Move` becomes the arrays that `device.kernels` reads. Does not touch memory. Neighbours: `core.geometry`
-(left: runs), `core.checksum` (what a leaf is), `cuda` (right).
+(left: where blocks lie), `core.checksum` (what a leaf is), `cuda` (right).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtally.core.checksum import LEAF_BYTES, leaf_count
-from kvtally.core.geometry import Runs
+from kvtally.core.geometry import GroupLayout
 
 SHORTEST_BYTES = 256  # of a unit: smaller ones would make the table a good part of what is moved
 LONGEST_BYTES = 64 * 1024
@@ -24,30 +25,30 @@ ONE_PIECE = 62  # logarithm of a unit that is longer than any object: its one ad
 Table = NDArray[np.int64]
 
 
-def unit_bytes(runs: Runs, length_bytes: int, base: int) -> int:
-    """The largest unit into which an object whose memory begins at address `base` can be cut; 0: none that is worth it.
+def unit_bytes(layout: GroupLayout, base: int) -> int:
+    """The largest unit for objects of this layout, in a memory that begins at address `base`; 0: none is worth it.
 
-    A power of two that divides all lengths and all offsets in the object.
+    A power of two that divides every page.
     """
-    if not len(runs) or np.bitwise_or.reduce(runs.engine_offsets + base) % ALIGNMENT_BYTES:
+    if (layout.alignment_bytes | base) % ALIGNMENT_BYTES:
         return 0
-    merged = int(np.bitwise_or.reduce(runs.lengths | runs.object_offsets)) | length_bytes | LONGEST_BYTES
-    unit = merged & -merged
+    unit = min(layout.grain_bytes, LONGEST_BYTES)
     return unit if unit >= SHORTEST_BYTES else 0
 
 
-def unit_addresses(runs: Runs, length_bytes: int, base: int, unit: int) -> Table:
-    """Where each unit of an object lies; 0 where the runs leave a gap."""
-    if len(runs) * unit == length_bytes == int(runs.lengths.sum()):  # no gap, and each run is one unit
-        addresses: Table = runs.engine_offsets + base
-        return addresses
-    table = np.zeros(length_bytes // unit, dtype=np.int64)
-    counts = runs.lengths // unit
-    before = np.cumsum(counts) - counts
-    each = np.arange(int(counts.sum()))
-    places = np.repeat(runs.object_offsets // unit - before, counts) + each
-    table[places] = np.repeat(runs.engine_offsets + base - before * unit, counts) + each * unit
-    return table
+def unit_addresses(layout: GroupLayout, block_ids: Sequence[int], skip_blocks: int, base: int, unit: int) -> Table:
+    """Where each unit of an object lies; 0 for those of its leading blocks that are skipped."""
+    offsets, strides, pages, _ = layout.columns
+    starts: Table = np.array(block_ids, dtype=np.int64) * strides + (offsets + base)
+    if skip_blocks:
+        starts = np.concatenate([np.zeros((len(starts), skip_blocks), dtype=np.int64), starts], axis=1)
+    counts = pages // unit
+    if (counts == 1).all():
+        return starts.ravel()
+    each = np.repeat(counts, starts.shape[1])  # for every page, how many
+    first = np.repeat(starts.ravel(), each)
+    within = np.arange(len(first)) - np.repeat(np.cumsum(each) - each, each)
+    return np.where(first == 0, 0, first + within * unit)
 
 
 def leaf_rows(length_bytes: int, first_address: int, unit: int | None, first_digest: int) -> Table:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvtally.client import Miss, StoreClient
-from kvtally.core.geometry import GroupLayout, chunk_block_range, needed_blocks, runs, validate
+from kvtally.core.geometry import GroupLayout, chunk_block_range, needed_blocks, object_length, validate
 from kvtally.core.turns import Turns
 from kvtally.device import Device, Move, cpu
 from kvtally.vllm.layout import EngineLayout
@@ -236,9 +236,9 @@ class WorkerHalf:
             nonlocal moved_bytes
             for slot in wanted:
                 ids, skip = targets[slot.index, slot.key.group]
-                where = runs(self._layouts[slot.key.group], ids, skip_blocks=skip)
-                moved_bytes += int(where.lengths.sum())
-                yield Move(where, slot.pieces, slot.seed if is_verified else None)
+                layout = self._layouts[slot.key.group]
+                moved_bytes += object_length(layout, len(ids))
+                yield Move(layout, ids, slot.pieces, slot.seed if is_verified else None, skip)
 
         checksums = yield from self._device.load(self._memory, moves(), fence)
         landed = list(zip(wanted, checksums, strict=True))
@@ -283,7 +283,7 @@ class WorkerHalf:
         given = [(put, item) for put, item in zip(puts, job.items, strict=True) if put.status is PutStatus.WRITE]
         if not given:
             return Saved(0, is_whole, lost)
-        moves = (Move(runs(self._layouts[item.group], item.block_ids), put.pieces, put.seed) for put, item in given)
+        moves = (Move(self._layouts[item.group], item.block_ids, put.pieces, put.seed) for put, item in given)
         checksums = yield from self._device.save(self._memory, moves, fence)
         commit = [(put, checksum) for (put, _), checksum in zip(given, checksums, strict=True) if checksum is not None]
         ended = client.put_end(commit=commit).wait()

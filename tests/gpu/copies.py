@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kvtally.core.checksum import checksum
-from kvtally.core.geometry import GroupLayout, LayerView, Runs, runs
+from kvtally.core.geometry import GroupLayout, LayerView, Runs
 from kvtally.core.namespace import GroupKind, GroupSpec
 from kvtally.device import Move, finish
 from kvtally.device.cuda import CudaCopies
@@ -87,7 +87,7 @@ def play(copies: CudaCopies, memory: torch.Tensor, mapping: Mapping, pick: rando
     before = memory.cpu().numpy()
 
     length = per_object * sum(layer.page_bytes for layer in layout.layers)
-    moves = [Move(runs(layout, group), slots.pieces(length), pick.getrandbits(64)) for group in sources]
+    moves = [Move(layout, group, slots.pieces(length), pick.getrandbits(64)) for group in sources]
     saved = finish(copies.save(memory, moves, copies.fence()))
     for move, value in zip(moves, saved, strict=True):
         assert joined(list(move.pieces)) == on_host(before, move.runs), "saved bytes differ"
@@ -95,8 +95,7 @@ def play(copies: CudaCopies, memory: torch.Tensor, mapping: Mapping, pick: rando
 
     skip = pick.randint(0, per_object - 1)
     loads = [
-        Move(runs(layout, group[skip:], skip_blocks=skip), move.pieces, move.seed)
-        for group, move in zip(targets, moves, strict=True)
+        Move(layout, group[skip:], move.pieces, move.seed, skip) for group, move in zip(targets, moves, strict=True)
     ]
     expected = before.copy()
     for move, load in zip(moves, loads, strict=True):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtally.core.checksum import LEAF_BYTES, checksum, root
-from kvtally.core.geometry import GroupLayout, LayerView, Runs, runs
+from kvtally.core.geometry import GroupLayout, LayerView, object_length, runs
 from kvtally.core.namespace import GroupKind, GroupSpec
 from kvtally.device.units import ONE_PIECE, SHORTEST_BYTES, leaf_rows, unit_addresses, unit_bytes
 
@@ -16,7 +16,7 @@ BASE = 0x7000_0000_0000
 
 
 @st.composite
-def objects(draw: st.DrawFn) -> tuple[Runs, int]:
+def objects(draw: st.DrawFn) -> tuple[GroupLayout, list[int], int]:
     """Some blocks of a layout with pages of any multiple of 16 bytes, perhaps without their first ones."""
     pages = draw(st.lists(st.integers(1, 300).map(lambda n: 16 * n), min_size=1, max_size=4))
     if draw(st.booleans()):
@@ -32,36 +32,39 @@ def objects(draw: st.DrawFn) -> tuple[Runs, int]:
     )
     ids = draw(st.permutations(range(1, blocks)))[: draw(st.integers(1, blocks - 1))]
     skip = draw(st.integers(0, 2))
-    return runs(layout, ids, skip_blocks=skip), (skip + len(ids)) * sum(pages)
+    return layout, ids, skip
 
 
 @given(objects())
-def test_every_unit_is_where_the_runs_say(given_object: tuple[Runs, int]) -> None:
-    layout, length = given_object
-    unit = unit_bytes(layout, length, BASE)
+def test_every_unit_is_where_the_runs_say(given_object: tuple[GroupLayout, list[int], int]) -> None:
+    layout, ids, skip = given_object
+    unit = unit_bytes(layout, BASE)
     if not unit:
-        assert any(value % SHORTEST_BYTES for run in layout for value in (run.length, run.object_offset)) or (
-            length % SHORTEST_BYTES
-        )
+        assert any(layer.page_bytes % SHORTEST_BYTES for layer in layout.layers)
         return
     expected = {}
-    for run in layout:
+    for run in runs(layout, ids, skip_blocks=skip):
         assert run.length % unit == run.object_offset % unit == 0
         for start in range(0, run.length, unit):
             expected[(run.object_offset + start) // unit] = BASE + run.engine_offset + start
-    table = unit_addresses(layout, length, BASE, unit)
-    assert len(table) * unit == length
+    table = unit_addresses(layout, ids, skip, BASE, unit)
+    assert len(table) * unit == object_length(layout, skip + len(ids))
     assert {index: address for index, address in enumerate(table.tolist()) if address} == expected
 
 
 def test_memory_that_threads_cannot_load_at_once_has_no_units() -> None:
-    column = np.array([4096], dtype=np.int64)
-    aligned, odd = np.array([32], dtype=np.int64), np.array([40], dtype=np.int64)
-    start = np.array([0], dtype=np.int64)
-    assert unit_bytes(Runs(aligned, start, column), 4096, BASE) == 4096
-    assert unit_bytes(Runs(odd, start, column), 4096, BASE) == 0
-    assert unit_bytes(Runs(aligned, start, column), 4096, BASE + 8) == 0
-    assert unit_bytes(Runs(start[:0], start[:0], start[:0]), 0, BASE) == 0
+    def layout(*layers: LayerView) -> GroupLayout:
+        spec = GroupSpec(kind=GroupKind.FULL, block_tokens=16, page_bytes=(tuple(view.page_bytes for view in layers),))
+        return GroupLayout(spec, layers, 2, 32_768)
+
+    assert unit_bytes(layout(LayerView(32, 4096, 4096)), BASE) == 4096
+    assert unit_bytes(layout(LayerView(32, 4096 + 16, 4096)), BASE) == 4096
+    assert unit_bytes(layout(LayerView(40, 4096, 4096)), BASE) == 0
+    assert unit_bytes(layout(LayerView(32, 4096 + 8, 4096)), BASE) == 0
+    assert unit_bytes(layout(LayerView(32, 4096, 4096)), BASE + 8) == 0
+    assert unit_bytes(layout(LayerView(0, 4096, 4096), LayerView(8192, 512, 512)), BASE) == 512
+    assert unit_bytes(layout(LayerView(0, 4096, 4096), LayerView(8192, 512, 128)), BASE) == 0
+    assert unit_bytes(layout(), BASE) == 0
 
 
 @given(st.integers(1, 40).map(lambda n: n * 4096 * 13), st.integers(0, 9), st.integers(0, 9))
