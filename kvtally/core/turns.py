@@ -7,33 +7,46 @@ half of the bus, however many short ones come. Owns the order only. Neighbours: 
 
 from __future__ import annotations
 
-from operator import itemgetter
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 J = TypeVar("J")
+
+NAMED = 2  # the one whose turn it is, and one for when it has nothing to do: who is looked at costs time
+
+
+@dataclass(slots=True, eq=False)
+class _Entry(Generic[J]):
+    job: J
+    size: int
+    is_named: bool = False
 
 
 class Turns(Generic[J]):
     """Jobs by age, each with its size. A job is known by identity."""
 
     def __init__(self) -> None:
-        self._jobs: list[tuple[int, J]] = []
+        self._entries: list[_Entry[J]] = []
         self._is_shortest_first = False
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self._entries)
 
     def add(self, job: J, size: int) -> None:
-        self._jobs.append((size, job))
+        self._entries.append(_Entry(job, size))
 
     def remove(self, job: J) -> None:
-        self._jobs = [(size, known) for size, known in self._jobs if known is not job]
+        self._entries = [entry for entry in self._entries if entry.job is not job]
 
     def took(self) -> None:
         """Somebody has used the turn. Only then it passes on: looks that find nothing to do do not count."""
         self._is_shortest_first = not self._is_shortest_first
 
     def order(self) -> list[J]:
-        """All jobs, the one first whose turn it is; those behind it are for when it has nothing to do."""
-        jobs = sorted(self._jobs, key=itemgetter(0)) if self._is_shortest_first else self._jobs
-        return [job for _, job in jobs]
+        """The job whose turn it is, and behind it those for when it has nothing to do: one more, and all that were
+        named before, because they may have begun and hold what others wait for."""
+        entries = sorted(self._entries, key=attrgetter("size")) if self._is_shortest_first else self._entries
+        for entry in entries[:NAMED]:
+            entry.is_named = True
+        return [entry.job for entry in entries if entry.is_named]

@@ -41,9 +41,10 @@ log = logging.getLogger("kvtally.device")
 STAGE_BYTES = 80 << 20  # 1.5 ms of bus
 LOAD_STAGES = 3
 SAVE_STAGES = 2
-# Between two looks at what was queued: while all stages are under way, while others have some too, and at the end.
+# Between two looks at what was queued: while all stages are under way, for each but the one that is waited for; while
+# others have some too; and at the end.
 FULL_PAUSE_S = 0.0006
-SHARED_PAUSE_S = 0.0004
+SHARED_PAUSE_S = 0.0008
 END_PAUSE_S = 0.0001
 
 try:
@@ -243,7 +244,7 @@ class CudaCopies:
                         if queued and self._is_done(queued[0]):
                             self._collect(queued.popleft(), checksums)
                         else:  # waits for our own oldest, or for somebody else's
-                            yield FULL_PAUSE_S
+                            yield FULL_PAUSE_S * (len(lane.stages) - 1)
                     batch = Batch(unit, stage)
                     queued.append(batch)
                 if index == 0:  # not before: what others have queued by then need not wait for it

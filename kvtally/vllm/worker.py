@@ -36,6 +36,7 @@ log = logging.getLogger("kvtally.vllm")
 
 IDLE_S = 0.2
 SAVE_PAUSE_S = 0.002  # at least, between two looks at saves: nobody waits for them, and each disturbs the engine
+ANSWER_PAUSE_S = 0.0001  # between two looks for the store's answer
 MOST_LOAD_TURNS = 4  # without one for a save
 
 Job = Generator[float, None, None]  # it yields how long there is nothing to do for it
@@ -222,7 +223,10 @@ class WorkerHalf:
                 ids, skip = self._targets(job, index, group)
                 if ids:
                     targets[index, group] = ids, skip
-        slots = asked.wait()
+        while (slots := asked.result) is None:  # other loads go on
+            client.poll()
+            if asked.result is None:
+                yield ANSWER_PAUSE_S
         if isinstance(slots, Miss):
             return LoadReport(reason=slots.reason)
         is_verified = lease.session.verify_reads

@@ -69,10 +69,27 @@ def test_a_short_one_that_comes_late_waits_for_one_turn_at_most_between_its_own(
 
 def test_those_behind_are_named_too() -> None:
     turns: Turns[str] = Turns()
-    for job, size in (("long", 9), ("short", 1), ("middle", 5)):
+    for job, size in (("long", 9), ("longer", 10), ("short", 1), ("middle", 5)):
         turns.add(job, size)
-    assert turns.order() == ["long", "short", "middle"]
+    assert turns.order() == ["long", "longer"]
     turns.took()
-    assert turns.order() == ["short", "middle", "long"]
+    assert turns.order() == ["short", "middle", "long", "longer"]
     turns.remove("short")
-    assert len(turns) == 2
+    assert len(turns) == 3
+
+
+@given(st.lists(st.one_of(st.integers(1, 9), st.just(None)), min_size=1, max_size=30))
+def test_who_was_named_is_named_until_removed_and_few_are_new(happenings: list[int | None]) -> None:
+    turns: Turns[Job] = Turns()
+    named: list[Job] = []
+    for size in happenings:
+        if size is not None:
+            turns.add(Job(size), size)
+        elif named:
+            turns.remove(named.pop(0))
+        turns.took()
+        order = turns.order()
+        assert len(order) >= min(len(turns), 2)
+        assert set(named) <= set(order)
+        assert len(set(order) - set(named)) <= 2
+        named = order
