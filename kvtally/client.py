@@ -35,7 +35,7 @@ from kvtally.core.receipts import Half
 from kvtally.device import cpu
 from kvtally.errors import IncompatibleError
 from kvtally.handles import Lease, Put, ReadSlot, SharedLease, lease_of, puts_of, read_slots_of, reason_of
-from kvtally.link import Call, Introduction, Link, Miss, Session, miss_of
+from kvtally.link import SPIN_NS, Call, Introduction, Link, Miss, Session, miss_of
 from kvtally.shm import Mapping
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import (
@@ -58,6 +58,7 @@ from kvtally.wire.messages import (
     Request,
     Reset,
     ResetDone,
+    Slots,
     SlotsGet,
     Staged,
     Stats,
@@ -165,9 +166,10 @@ class StoreClient:
         """Make all the progress that is possible without waiting: send, receive, reconnect, expire."""
         self._link.poll()
 
-    def step(self, wait_s: float) -> None:
-        """Wait at most so long for something to happen, then poll."""
-        self._link.step(time.monotonic_ns() + int(wait_s * 1e9))
+    def step(self, wait_s: float, *, is_urgent: bool = False) -> None:
+        """Wait at most so long for something to happen, then poll. `is_urgent`: awake at first."""
+        now_ns = time.monotonic_ns()
+        self._link.step(now_ns + int(wait_s * 1e9), now_ns + SPIN_NS if is_urgent else 0)
 
     def close(self) -> None:
         """Let go of the store. Idempotent."""
@@ -217,15 +219,29 @@ class StoreClient:
             chains=shared.chains,
             expires_ns=shared.expires_ns,
             is_own=False,
+            slots=shared.slots,
         )
 
     def slots(self, lease: Lease, *, rank: int = 0, timeout_s: float | None = None) -> Call[list[ReadSlot]]:
         """Where the leased objects of one rank lie."""
         if not lease.is_live:
             return self._link.answered(Miss(reason_of(lease.reason, MissReason.ABSENT), "nothing is held"))
+        known = read_slots_of(lease, self._digest, 0, lease.slots) if lease.slots is not None and rank == 0 else None
+        if known is not None:
+            return self._link.answered(known)
         return self._submit(
             SlotsGet(0, lease.id, rank), lambda reply: read_slots_of(lease, self._digest, rank, reply), timeout_s
         )
+
+    def foresee(self, lease: Lease, *, timeout_s: float | None = None) -> Call[Slots]:
+        """Ask now for the slots of rank 0, so that who adopts the lease need not."""
+
+        def keep(reply: Reply) -> Slots | Miss | None:
+            if isinstance(reply, Slots):
+                lease.slots = reply
+            return reply if isinstance(reply, Slots) else None
+
+        return self._submit(SlotsGet(0, lease.id, 0), keep, timeout_s)
 
     def read(
         self, slot: ReadSlot, memory: cpu.Memory, runs: Runs | None = None, *, verify: bool | None = None

@@ -4,7 +4,8 @@
     scheduler half ◀── inquiry.answer, set once ──────────┘
 
 For each inquiry: chain values of the prompt, one lookup that leases and stages, if the store knows tails beyond the hit
-one more for each that may fit until one does, then the wait until everything is in the arena. An inquiry that is early
+one more for each that may fit until one does, then the wait until everything is in the arena. Where it lies there is
+asked for while the scheduler goes on with the answer: rank 0 then need not ask. An inquiry that is early
 has time until the scheduler comes to its request (`want`); from then on it has a deadline, by which an answer is set
 whatever happens. An answer of 0 tokens has a reason. What a hand-off says is being saved is asked for again until it is
 there, or prefill has withdrawn it: its answer may overtake its bytes. Owns the client, which only this thread touches.
@@ -25,7 +26,7 @@ from kvtally.core.keys import chunk_ends
 from kvtally.core.receipts import Half
 from kvtally.vllm.handoff import Handoff
 from kvtally.vllm.path import Boundary, Path
-from kvtally.wire.messages import Found, Lookup, MissReason, Receipts
+from kvtally.wire.messages import Found, Lookup, MissReason, Receipts, Slots
 
 log = logging.getLogger("kvtally.vllm")
 
@@ -81,6 +82,7 @@ class Inquiry:
     pause_ns: int = AGAIN_NS  # how long that will be, the next time
     foreign: str = ""  # why the hand-off cannot be what this engine needs
     word: Call[Receipts] | None = None  # what prefill says by now
+    slots: Call[Slots] | None = None  # asked for while the scheduler takes the answer
     path_ready: bool = False
 
     @property
@@ -112,6 +114,7 @@ class Inquiries:
         self._commands: queue.SimpleQueue[Callable[[StoreClient], None] | None] = queue.SimpleQueue()
         self._active: list[Inquiry] = []
         self._news = threading.Condition()  # told of every answer
+        self._is_awaited = False  # the engine does nothing until there is one
         self.store = ""  # name of the store's process, once there is a connection
         self._thread = threading.Thread(target=self._run, name="kvtally-inquiry", daemon=True)
 
@@ -128,7 +131,9 @@ class Inquiries:
     def wait(self, inquiry: Inquiry, timeout_s: float) -> None:
         """Until it is answered, or the time is over."""
         with self._news:
+            self._is_awaited = True
             self._news.wait_for(lambda: inquiry.answer is not None, timeout_s)
+            self._is_awaited = False
 
     def cancel(self, inquiry: Inquiry) -> None:
         """The request is over before its answer was taken: whatever is held for it, or will be, is given back."""
@@ -181,7 +186,8 @@ class Inquiries:
             pass
         self.store = client.session.store if client.session is not None else self.store
         if self._active:
-            client.step(TURN_S if any(inquiry.is_wanted for inquiry in self._active) else EARLY_TURN_S)
+            is_wanted = any(inquiry.is_wanted for inquiry in self._active)
+            client.step(TURN_S if is_wanted else EARLY_TURN_S, is_urgent=self._is_awaited)
             self._active = [inquiry for inquiry in self._active if not self._advance(client, inquiry)]
         else:
             client.poll()
@@ -254,7 +260,9 @@ class Inquiries:
             self._give_back(client, inquiry.answer.lease)
 
     def _advance(self, client: StoreClient, inquiry: Inquiry) -> bool:
-        """One inquiry's progress; True when it is answered."""
+        """One inquiry's progress; True when there is nothing more to do for it."""
+        if inquiry.answer is not None:
+            return inquiry.slots is None or inquiry.slots.result is not None
         now_ns = time.monotonic_ns()
         if inquiry.is_cancelled or now_ns >= inquiry.deadline_ns:
             self._settle(client, inquiry, MissReason.DEADLINE)
@@ -283,8 +291,9 @@ class Inquiries:
                 return False
         if not inquiry.lease.is_staged:
             return False
-        self._settle(client, inquiry, inquiry.lease.reason)
-        return True
+        held = self._settle(client, inquiry, inquiry.lease.reason)
+        inquiry.slots = client.foresee(held) if held is not None else None
+        return held is None
 
     def _is_to_come(self, client: StoreClient, inquiry: Inquiry, lease: Lease) -> bool:
         """Whether prefill promised more than is there: then its writer has not begun yet."""
@@ -321,8 +330,8 @@ class Inquiries:
         inquiry.call = self._hold(client, inquiry)
         return True
 
-    def _settle(self, client: StoreClient, inquiry: Inquiry, reason: str) -> None:
-        """Set the answer: the longer of the two hits, and give the other lease back."""
+    def _settle(self, client: StoreClient, inquiry: Inquiry, reason: str) -> Lease | None:
+        """Set the answer: the longer of the two hits, whose lease is returned, and give the other lease back."""
         best: Lease | None = None
         for lease in (inquiry.lease, inquiry.shorter):
             if lease is None or lease is best:
@@ -352,6 +361,7 @@ class Inquiries:
             weighed = outcome.left_tokens, outcome.load_ms, outcome.compute_ms
             answer = answer._replace(left_tokens=weighed[0], load_ms=weighed[1], compute_ms=weighed[2])
         self._answer(inquiry, answer)
+        return best
 
     def _answer(self, inquiry: Inquiry, answer: Answer) -> None:
         with self._news:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvtally.client import Miss, StoreClient
+from kvtally.client import Miss, ReadSlot, StoreClient
 from kvtally.core.geometry import GroupLayout, chunk_block_range, needed_blocks, object_length, validate
 from kvtally.core.turns import Turns
 from kvtally.device import Device, Move, cpu
@@ -217,12 +217,6 @@ class WorkerHalf:
     def _load_all(self, client: StoreClient, job: LoadJob, fence: Any) -> Generator[float, None, LoadReport]:
         lease = client.adopt(job.lease)
         asked = client.slots(lease, rank=self._rank)
-        targets = {}  # while the store answers
-        for index in range(len(job.ends)):
-            for group in range(len(self._layout.groups)):
-                ids, skip = self._targets(job, index, group)
-                if ids:
-                    targets[index, group] = ids, skip
         while (slots := asked.result) is None:  # other loads go on
             client.poll()
             if asked.result is None:
@@ -230,21 +224,27 @@ class WorkerHalf:
         if isinstance(slots, Miss):
             return LoadReport(reason=slots.reason)
         is_verified = lease.session.verify_reads
-        wanted = [slot for slot in slots if (slot.index, slot.key.group) in targets]
-        if len(wanted) < len(targets):  # the lease does not cover what was promised: never leave a block unwritten
-            return LoadReport(reason=MissReason.ABSENT)
-        moved_bytes = 0
+        wanted: list[ReadSlot] = []
+        moved_bytes = promised = 0
 
         def moves() -> Iterator[Move]:
-            """Worked out while the first are on their way."""
-            nonlocal moved_bytes
-            for slot in wanted:
-                ids, skip = targets[slot.index, slot.key.group]
-                layout = self._layouts[slot.key.group]
-                moved_bytes += object_length(layout, len(ids))
-                yield Move(layout, ids, slot.pieces, slot.seed if is_verified else None, skip)
+            """Worked out while the first are on their way; so is what there should have been."""
+            nonlocal moved_bytes, promised
+            for slot in slots:
+                ids, skip = self._targets(job, slot.index, slot.key.group)
+                if ids:
+                    layout = self._layouts[slot.key.group]
+                    wanted.append(slot)
+                    moved_bytes += object_length(layout, len(ids))
+                    yield Move(layout, ids, slot.pieces, slot.seed if is_verified else None, skip)
+            groups = range(len(self._layout.groups))
+            promised = sum(
+                bool(self._targets(job, index, group)[0]) for index in range(len(job.ends)) for group in groups
+            )
 
         checksums = yield from self._device.load(self._memory, moves(), fence)
+        if len({(slot.index, slot.key.group) for slot in wanted}) < promised:
+            return LoadReport(reason=MissReason.ABSENT)  # the lease does not cover it: no block is left unwritten
         landed = list(zip(wanted, checksums, strict=True))
         for slot, checksum in landed if is_verified else landed[-1:]:  # all share one lease
             missed = client.accept(slot, checksum)
@@ -254,7 +254,10 @@ class WorkerHalf:
         return LoadReport(moved_bytes, verified=is_verified)
 
     def _targets(self, job: LoadJob, index: int, group: int) -> tuple[list[int], int]:
-        """The blocks that this object is to be written to, and how many of its leading blocks are not."""
+        """The blocks that this object is to be written to, and how many of its leading blocks are not. None where the
+        store names what was not asked for."""
+        if not (index < len(job.ends) and group < len(self._layout.groups)):
+            return [], 0
         spec = self._layout.groups[group]
         start, end = job.ends[index - 1] if index else 0, job.ends[index]
         whole = chunk_block_range(spec, start, end)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from kvtally import link as link_module
 from kvtally.client import Miss
@@ -367,6 +368,25 @@ def test_a_worker_reads_through_its_schedulers_lease(world: World) -> None:
     worker.release([adopted]).wait()
     release = store.take(Release)
     assert (release.leases, release.bad) == ([], [(shared.id, 0, 0, 0)])  # the scheduler's to release, ours to report
+
+
+def test_slots_that_were_asked_for_ahead_are_not_asked_for_again(world: World) -> None:
+    store = world.store()
+    scheduler, worker = world.client(), world.client()
+    scheduler.put(objects(1))
+    worker.connect()
+    lease = held(scheduler)
+    assert isinstance(scheduler.foresee(lease).wait(), Slots)
+    assert store.take(SlotsGet).rank == 0
+    (slot,) = slots_of(worker, worker.adopt(lease.share()))
+    assert worker.read(slot, bytearray(OBJECT_BYTES)) == OBJECT_BYTES
+    assert not store.saw(SlotsGet)
+    worker.slots(worker.adopt(lease.share()), rank=1).wait()  # they are rank 0's
+    assert store.take(SlotsGet).rank == 1
+    beyond = structs.replace(lease.slots.slots[0], pieces=[1 << 40, OBJECT_BYTES])  # type: ignore[union-attr]
+    lease.slots = Slots(0, [beyond])
+    assert len(slots_of(worker, worker.adopt(lease.share()))) == 1  # what cannot be is asked for
+    assert store.take(SlotsGet).rank == 0
 
 
 def test_a_lease_of_another_store_is_not_adopted(world: World) -> None:

@@ -1,0 +1,131 @@
+"""The worker half's loads, on a real store: what a lease covers lands where it should, and nothing less is a load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtally.client import Lease, Miss, StoreClient
+from kvtally.core.geometry import GroupLayout, LayerView
+from kvtally.device import cpu
+from kvtally.vllm.path import Extras
+from kvtally.vllm.path import Path as TokenPath
+from kvtally.wire.messages import Lookup, PutObject, PutStatus
+from tests.unit.early_kit import CHUNK, DENSE, PROMPT, store
+from tests.unit.shell import Bench, Running, eventually
+
+__all__ = ["store"]  # a fixture
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+BLOCKS = 40
+CHUNKS = len(PROMPT) // CHUNK
+ENDS = [CHUNK * (index + 1) for index in range(CHUNKS)]
+OBJECT_BYTES = 256
+LAYOUT = GroupLayout(DENSE.groups[0], (LayerView(0, 64, 64),), BLOCKS, 64 * BLOCKS)
+TABLE = list(range(7, 7 + 4 * CHUNKS))
+
+
+class Scene:
+    """A prompt in the store, a scheduler's client that leases it, and a worker half with memory of its own."""
+
+    def __init__(self, path: str) -> None:
+        from kvtally.vllm.layout import EngineLayout
+        from kvtally.vllm.worker import WorkerHalf
+
+        self.memory = np.zeros(64 * BLOCKS, dtype=np.uint8)
+        self.clients: list[StoreClient] = []
+        self.scheduler = StoreClient(path, namespace=DENSE)
+        self.content = np.random.default_rng(3).integers(1, 256, (CHUNKS, OBJECT_BYTES), np.uint8)
+        tokens = TokenPath(CHUNK, Extras())
+        tokens.extend(PROMPT, len(PROMPT))
+        self.chains = b"".join(tokens.chains)
+        chunks = [PutObject(*tokens.chunk(index), 0, 0, OBJECT_BYTES) for index in range(CHUNKS)]
+        put = self.scheduler.put(list(zip(chunks, map(np.ndarray.tobytes, self.content), strict=True)), timeout_s=5)
+        assert put == [PutStatus.WRITE] * CHUNKS
+        layout = EngineLayout(namespace=DENSE, group_ids=(0,), layer_names=(("l",),), block_tokens=16)
+
+        def connect() -> StoreClient:
+            self.clients.append(StoreClient(path, namespace=DENSE))
+            return self.clients[-1]
+
+        self.worker = WorkerHalf(layout, 0, connect)
+        self.worker.register([LAYOUT], self.memory, cpu)  # type: ignore[arg-type]
+        eventually(lambda: bool(self.clients) and self.clients[0].session is not None)
+
+    def lease(self, chunks: int = CHUNKS) -> Lease:
+        question = Lookup(0, self.chains[: 32 * chunks], ENDS[:chunks], ENDS[chunks - 1])
+        lease = self.scheduler.hold(question, timeout_s=5).wait()
+        assert not isinstance(lease, Miss)
+        assert lease.end_tokens == ENDS[chunks - 1]
+        return lease
+
+    def load(self, lease: Lease, *, have: int = 0) -> Any:
+        from kvtally.vllm.meta import LoadJob
+
+        self.worker.load([LoadJob("r", lease.share(), ENDS, ENDS[-1], have, [TABLE])])
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            results = self.worker.collect(0.05)
+            if results.finished:
+                assert results.finished == {"r"}
+                assert (results.failed == {"r"}) == bool(results.loads["r"].reason)
+                return results.loads["r"]
+        raise AssertionError("a load did not end")
+
+    @property
+    def landed(self) -> Any:
+        return self.memory[64 * TABLE[0] : 64 * (TABLE[-1] + 1)]
+
+    def close(self) -> None:
+        self.worker.stop()
+        self.scheduler.close()
+
+
+@pytest.fixture
+def scene(bench: Bench, store: Running) -> Iterator[Scene]:
+    scene = Scene(str(bench.path))
+    yield scene
+    scene.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["asked by the worker", "asked ahead"])
+def test_what_is_leased_lands_where_it_should(scene: Scene, ahead: bool) -> None:
+    lease = scene.lease()
+    if ahead:
+        scene.scheduler.foresee(lease).wait()
+    report = scene.load(lease)
+    assert (report.reason, report.verified, report.moved_bytes) == ("", True, CHUNKS * OBJECT_BYTES)
+    assert scene.landed.tobytes() == scene.content.tobytes()
+    assert not scene.memory[: 64 * TABLE[0]].any()
+    assert not scene.memory[64 * (TABLE[-1] + 1) :].any()
+
+
+def test_what_the_engine_has_is_not_touched(scene: Scene) -> None:
+    report = scene.load(scene.lease(), have=CHUNK + 16)
+    assert (report.reason, report.moved_bytes) == ("", CHUNKS * OBJECT_BYTES - OBJECT_BYTES - 64)
+    assert not scene.landed[: OBJECT_BYTES + 64].any()
+    assert scene.landed[OBJECT_BYTES + 64 :].tobytes() == scene.content.tobytes()[OBJECT_BYTES + 64 :]
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["asked by the worker", "asked ahead"])
+def test_a_lease_that_covers_less_than_was_promised_is_no_load(scene: Scene, ahead: bool) -> None:
+    lease = scene.lease(CHUNKS - 1)
+    if ahead:
+        scene.scheduler.foresee(lease).wait()
+    assert scene.load(lease).reason == "absent"
+    assert scene.load(scene.lease()).reason == ""
+
+
+def test_slots_of_a_lease_that_is_gone_are_a_miss(scene: Scene) -> None:
+    lease = scene.lease()
+    shared = lease.share()
+    scene.scheduler.release([lease]).wait()
+    lease = scene.scheduler.adopt(shared)
+    scene.scheduler.foresee(lease).wait()
+    assert lease.slots is not None
+    assert lease.slots.reason
+    assert scene.load(lease).reason == "lease_expired"
