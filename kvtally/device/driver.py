@@ -11,9 +11,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
+from kvtally.errors import IncompatibleError
+
 Address = ctypes.c_uint64
 Handle = ctypes.c_void_p
 
+LIBRARY = "libcuda.so.1"
 NOT_READY = 600
 
 
@@ -21,7 +24,14 @@ class Driver:
     """Made where the GPU to be used is torch's current one, with its context."""
 
     def __init__(self) -> None:
-        library = ctypes.PyDLL("libcuda.so.1")  # PyDLL, unlike CDLL, keeps the interpreter
+        try:
+            library = ctypes.PyDLL(LIBRARY)  # PyDLL, unlike CDLL, keeps the interpreter
+        except OSError as error:
+            raise IncompatibleError(
+                f"{LIBRARY} cannot be loaded ({error}): only NVIDIA's GPUs, and CPUs, are served",
+                remedy="Install NVIDIA's driver where the engine runs; in a container, give it the GPU.",
+                code="KV-209",
+            ) from error
 
         def call(name: str, *arguments: object) -> Callable[..., int]:
             function = getattr(library, name)
