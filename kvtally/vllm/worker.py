@@ -21,13 +21,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from kvtally.client import Miss, ReadSlot, StoreClient
+from kvtally.client import Call, Miss, ReadSlot, StoreClient
 from kvtally.core.geometry import GroupLayout, chunk_block_range, needed_blocks, object_length, validate
 from kvtally.core.turns import Turns
-from kvtally.device import Device, Move, cpu
+from kvtally.device import Checksums, Device, Move, Steps, cpu
 from kvtally.vllm.layout import EngineLayout
 from kvtally.vllm.meta import LoadJob, LoadReport, SaveItem, SaveJob
 from kvtally.wire.messages import MissReason, PutObject, PutStatus
@@ -35,9 +36,11 @@ from kvtally.wire.messages import MissReason, PutObject, PutStatus
 log = logging.getLogger("kvtally.vllm")
 
 IDLE_S = 0.2
-SAVE_PAUSE_S = 0.002  # at least, between two looks at saves: nobody waits for them, and each disturbs the engine
-ANSWER_PAUSE_S = 0.0001  # between two looks for the store's answer
+SAVE_PAUSE_S = 0.002  # at least, between two looks at copies: nobody waits for them, and each disturbs the engine
+ANSWER_PAUSE_S = 0.0001  # between two looks for the store's answer, while other jobs go on
 MOST_LOAD_TURNS = 4  # without one for a save
+
+R = TypeVar("R")
 
 Job = Generator[float, None, None]  # it yields how long there is nothing to do for it
 
@@ -169,7 +172,7 @@ class WorkerHalf:
         next_s = self._turn(self._saves[0])
         if next_s is None:
             self._saves.popleft()
-        return max(next_s, SAVE_PAUSE_S) if next_s else 0.0
+        return next_s or 0.0
 
     def _take(self, client: StoreClient) -> bool:
         """New jobs, waited for as long as there is nothing to do; False when asked to stop."""
@@ -216,11 +219,7 @@ class WorkerHalf:
 
     def _load_all(self, client: StoreClient, job: LoadJob, fence: Any) -> Generator[float, None, LoadReport]:
         lease = client.adopt(job.lease)
-        asked = client.slots(lease, rank=self._rank)
-        while (slots := asked.result) is None:  # other loads go on
-            client.poll()
-            if asked.result is None:
-                yield ANSWER_PAUSE_S
+        slots = yield from _answer(client, client.slots(lease, rank=self._rank))
         if isinstance(slots, Miss):
             return LoadReport(reason=slots.reason)
         is_verified = lease.session.verify_reads
@@ -282,7 +281,7 @@ class WorkerHalf:
                     self._results.lost[job.id] = saved.lost
 
     def _save_all(self, client: StoreClient, job: SaveJob, fence: Any) -> Generator[float, None, Saved]:
-        puts = client.put_begin([self._object(item) for item in job.items]).wait()
+        puts = yield from _answer(client, client.put_begin([self._object(item) for item in job.items]))
         if isinstance(puts, Miss):
             return Saved(lost=puts.reason)
         is_whole = all(put.status in (PutStatus.WRITE, PutStatus.PRESENT) for put in puts)
@@ -291,9 +290,9 @@ class WorkerHalf:
         if not given:
             return Saved(0, is_whole, lost)
         moves = (Move(self._layouts[item.group], item.block_ids, put.pieces, put.seed) for put, item in given)
-        checksums = yield from self._device.save(self._memory, moves, fence)
+        checksums = yield from _unhurried(self._device.save(self._memory, moves, fence))
         commit = [(put, checksum) for (put, _), checksum in zip(given, checksums, strict=True) if checksum is not None]
-        ended = client.put_end(commit=commit).wait()
+        ended = yield from _answer(client, client.put_end(commit=commit))
         if isinstance(ended, Miss):
             return Saved(lost=ended.reason)
         saved_bytes = sum(put.length_bytes for put, _ in commit if put.id not in ended.rejected)
@@ -305,3 +304,22 @@ class WorkerHalf:
         blocks = len(item.block_ids)
         length = blocks * self._layout.groups[item.group].block_bytes()
         return PutObject(item.chain, item.parent, item.start_tokens, item.end_tokens, item.group, self._rank, length)
+
+
+def _answer(client: StoreClient, call: Call[R]) -> Generator[float, None, R | Miss]:
+    while (result := call.result) is None:
+        client.poll()
+        if call.result is None:
+            yield ANSWER_PAUSE_S
+    return result
+
+
+def _unhurried(steps: Steps) -> Generator[float, None, Checksums]:
+    with closing(steps):
+        while True:
+            try:
+                pause_s = next(steps)
+            except StopIteration as end:
+                checksums: Checksums = end.value
+                return checksums
+            yield max(pause_s, SAVE_PAUSE_S) if pause_s else 0.0
