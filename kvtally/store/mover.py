@@ -27,7 +27,7 @@ from kvtally.store.tiers.base import ObjectRecord, Tier
 
 logger = logging.getLogger("kvtally.store")
 
-READERS_PER_TIER = 3
+READERS_PER_TIER = 4
 TELL_AGAIN_S = 60.0
 
 Batch = list[tuple[Job, Outcome]]

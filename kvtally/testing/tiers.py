@@ -110,9 +110,6 @@ class MemoryDevice:
         self._last_append = self._last_write = None
         self.journal[:] = replacement
 
-    def expect(self, offset: int, length: int) -> None:
-        pass
-
     def preadv(self, target: Sequence[memoryview], offset: int) -> int:
         self._raise_when_due(Operation.READ)
         end = min(offset + sum(map(len, target)), len(self.data))

@@ -17,9 +17,79 @@ import pytest
 import kvtally
 from kvtally.core.space import GRANULE_BYTES
 from kvtally.errors import ConfigError, IncompatibleError, IntegrityError, KVTallyError
-from kvtally.store.tiers.files import open_disk
+from kvtally.store.tiers.disk import READ_STEP_BYTES
+from kvtally.store.tiers.files import CLOSED, FileDevice, open_disk
 from kvtally.store.tiers.journal import Dropped
 from tests.unit.disk_kit import CAPACITY_BYTES, code_of, get, numbers, put, snapshot, verifies
+
+# ---------------------------------------------------------------- how it is read
+
+
+@pytest.mark.parametrize("length", [100, 4096, 3 * 4096, 3 * 4096 + 123, READ_STEP_BYTES + 4096])
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not aligned"])
+@pytest.mark.parametrize("cached", [0, 1, 9], ids=["cold", "partly cached", "cached"])
+def test_bytes_are_the_same_whichever_way_they_are_read(tmp_path: Path, length: int, shift: int, cached: int) -> None:
+    content = os.urandom(length)
+    device = FileDevice(tmp_path, CAPACITY_BYTES)
+    device.pwritev([memoryview(content)], 2 * 4096)
+    forget_pages(tmp_path)
+    with (tmp_path / "data").open("rb") as file:
+        os.pread(file.fileno(), cached * 4096, 2 * 4096)
+    target = memoryview(bytearray(length + shift))[shift:]
+    assert device.preadv([target], 2 * 4096) == length
+    assert bytes(target) == content
+    assert device.preadv([target], 2 * 4096 + 5) == length - 5  # the file ends there
+    assert device.preadv([target], 1 << 30) == 0
+    first, second = memoryview(bytearray(length // 2)), memoryview(bytearray(length - length // 2))
+    assert device.preadv([first, second], 2 * 4096) == length
+    assert bytes(first) + bytes(second) == content
+    device.close()
+
+
+def test_what_is_not_cached_is_read_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FileDevice(tmp_path, CAPACITY_BYTES)
+    if device._direct_fd == CLOSED:
+        pytest.skip("this file system has no direct reads")
+    length = 8192 + 100
+    device.pwritev([memoryview(os.urandom(length))], 0)
+    forget_pages(tmp_path)
+    read: list[tuple[bool, int]] = []
+    preadv = os.preadv
+
+    def spy(fd: int, views: list[memoryview], offset: int, flags: int = 0) -> int:
+        count = preadv(fd, views, offset, flags)
+        if not flags:
+            read.append((fd == device._direct_fd, count))
+        return count
+
+    monkeypatch.setattr(os, "preadv", spy)
+    assert device.preadv([memoryview(bytearray(length))], 0) == length
+    assert read == [(True, length)]
+    device.close()
+
+
+def test_a_file_system_without_direct_reads_is_read_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def refuse(path: str, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    tier = open_disk(tmp_path, CAPACITY_BYTES)
+    tier.check()
+    assert verifies(tier, put(tier, 3))
+    tier.close()
+
+
+def forget_pages(directory: Path) -> None:
+    with (directory / "data").open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
 
 # ---------------------------------------------------------------- what is refused, and left as it was
 

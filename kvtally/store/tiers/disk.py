@@ -67,9 +67,6 @@ class Device(Protocol):
     def replace_journal(self, parts: Iterable[bytes]) -> None:
         """Put the concatenation of `parts` (which may be read from the old journal) in its place, atomically."""
 
-    def expect(self, offset: int, length: int) -> None:
-        """These bytes will be read next: begin, if that helps."""
-
     def preadv(self, target: Sequence[memoryview], offset: int) -> int:
         """Fill `target` from the data file; returns the bytes read, fewer only where the file ends."""
 
@@ -164,8 +161,6 @@ class DiskTier:
             raise _shorter(f"{held_bytes} bytes are held where {wanted_bytes} are wanted")
         with translate_errors("read an object"):
             for piece, run in zip(pieces, cut(target, pieces), strict=True):
-                if piece.length > READ_STEP_BYTES:
-                    self._device.expect(piece.offset, piece.length)
                 for offset, part in in_steps(run, piece.offset):
                     if self._device.preadv([part], offset) < len(part):
                         raise _shorter(f"the data file ends inside the piece at {piece.offset}")

@@ -15,22 +15,27 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from kvtally.core.space import GRANULE_BYTES
 from kvtally.errors import ConfigError, IncompatibleError, KVTallyError, TierError
-from kvtally.store.tiers.disk import DiskTier, impossible_size
+from kvtally.store.tiers.disk import READ_STEP_BYTES, DiskTier, impossible_size
 
 FORMAT_VERSION = 1  # of the directory, the data file and the journal
 IOVEC_MAX = 1024
 CLOSED = -1  # a file descriptor that the kernel itself refuses (EBADF)
+PAGE_BYTES = 4096  # of the page cache; direct reads must be multiples of it, no device asks for more
+HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 
 def open_disk(directory: Path, capacity_bytes: int) -> DiskTier:
@@ -78,12 +83,27 @@ def read_format(directory: Path) -> Format | None:
     return found
 
 
+class Bounce(threading.local):
+    """Each reader's own memory for direct reads, in one huge page where there are any: a device fills that in a few
+    pieces, and the arena's small pages in hundreds."""
+
+    def __init__(self) -> None:
+        self.page = bytearray(PAGE_BYTES)
+        memory = mmap.mmap(-1, READ_STEP_BYTES + HUGE_PAGE_BYTES)
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = np.frombuffer(memory, dtype=np.uint8)
+        start = -whole.__array_interface__["data"][0] % HUGE_PAGE_BYTES
+        self.bytes: Any = whole[start : start + READ_STEP_BYTES]
+
+
 class FileDevice:
     """A `Device` in a directory. Opening it takes the directory's lock."""
 
     def __init__(self, directory: Path, capacity_bytes: int) -> None:
         self._directory = directory
-        self._lock_fd = self._data_fd = self._journal_fd = CLOSED
+        self._lock_fd = self._data_fd = self._direct_fd = self._journal_fd = CLOSED
+        self._bounce = Bounce()
         read_format(directory)  # refuses what is not ours before anything is made in it
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -91,6 +111,9 @@ class FileDevice:
             self.identity = (read_format(directory) or self._write_format()).id
             (directory / "journal.new").unlink(missing_ok=True)
             self._data_fd = self._open("data")
+            with suppress(OSError):  # a file system without direct reads
+                self._direct_fd = os.open(directory / "data", os.O_RDONLY | os.O_DIRECT)
+                os.posix_fadvise(self._data_fd, 0, 0, os.POSIX_FADV_RANDOM)  # `_is_cached` asks for nothing more
             if os.fstat(self._data_fd).st_size > capacity_bytes:
                 os.ftruncate(self._data_fd, capacity_bytes)
             self._journal_fd = self._open("journal")
@@ -135,19 +158,45 @@ class FileDevice:
         finally:
             os.close(fd)
 
-    def expect(self, offset: int, length: int) -> None:
-        """The kernel's own read-ahead is 128 KiB by default: too little to keep a fast disk busy."""
-        os.posix_fadvise(self._data_fd, offset, length, os.POSIX_FADV_WILLNEED)
-
     def preadv(self, target: Sequence[memoryview], offset: int) -> int:
-        return _transfer(os.preadv, self._data_fd, list(target), offset)
+        """What the page cache has is taken from there, the rest past it: the arena is the cache. A second one takes
+        memory and time, and its read-ahead is too short for a fast disk."""
+        views = list(target)
+        done = 0
+        if self._direct_fd != CLOSED and not self._is_cached(offset, sum(map(len, views))):
+            done = _transfer(self._read_direct, self._direct_fd, views, offset)
+        return done + _transfer(os.preadv, self._data_fd, views, offset + done)
+
+    def _is_cached(self, offset: int, length: int) -> bool:
+        """Whether its first and its last page are."""
+        try:
+            return all(
+                os.preadv(self._data_fd, [self._bounce.page], at // PAGE_BYTES * PAGE_BYTES, os.RWF_NOWAIT)
+                for at in (offset, offset + length - 1)
+            )
+        except OSError:  # it is not, or this file system cannot say
+            return False
+
+    def _read_direct(self, fd: int, views: list[memoryview], offset: int) -> int:
+        """As much of the first view as a direct read can bring; 0 where none can."""
+        bounce, size = self._bounce.bytes, min(len(views[0]), READ_STEP_BYTES)
+        if offset % PAGE_BYTES:
+            return 0
+        try:
+            count = os.preadv(fd, [bounce[: -(-size // PAGE_BYTES) * PAGE_BYTES]], offset)
+        except OSError:  # what is really wrong, the next read will tell
+            return 0
+        count = min(count, size)
+        np.copyto(np.frombuffer(views[0], dtype=np.uint8)[:count], bounce[:count])
+        return count
 
     def pwritev(self, source: Sequence[memoryview], offset: int) -> None:
         _write_all(self._data_fd, source, offset)
 
     def close(self) -> None:
-        journal_fd, fds = self._journal_fd, (self._journal_fd, self._data_fd, self._lock_fd)
-        self._journal_fd = self._data_fd = self._lock_fd = CLOSED
+        journal_fd = self._journal_fd
+        fds = journal_fd, self._data_fd, self._direct_fd, self._lock_fd
+        self._journal_fd = self._data_fd = self._direct_fd = self._lock_fd = CLOSED
         try:
             if journal_fd != CLOSED:
                 os.fdatasync(journal_fd)
