@@ -6,9 +6,9 @@
     busy     the same engines: many repeats arrive while others decode
 
 Owns the plan and the command. Whatever needs the GPU runs in processes of its own (`bench.gpu_copies`,
-`bench.gpu_engine`, through `bench.child`), one at a time; a part that fails is reported and the others go on. What
-is known so far goes to --out after every step. `bench.gpu_arms` drives engines, `bench.gpu_report` judges. Threading:
-none.
+`bench.gpu_engine`, through `bench.child`), one at a time or, engines of one shape, in turn; a part that fails is
+reported and the others go on. What is known so far goes to --out after every step. `bench.gpu_arms` drives engines,
+`bench.gpu_report` judges. Threading: none.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -36,11 +36,13 @@ from kvtally.bench.gpu_copies import CASES, MeasureCopies, Measured, MeasureLimi
 from kvtally.bench.gpu_engine import SHAPES
 from kvtally.bench.gpu_report import ENGINES, Figures, Machine, complete, page
 from kvtally.errors import ConfigError, KVTallyError
+from kvtally.machine import available_memory_bytes
 
 PARTS = ("limits", "copies", "repeat", "busy")
 BUSY_SHAPES = ("dense-8b",)
 PROBE_S = 120.0
 COPIES_S = 240.0
+HOST_SHARE = 0.75  # of its memory, for connectors; engines need some too
 MACHINE_REMEDY = "Run it on a machine with an NVIDIA GPU, in the Python that has vLLM with CUDA."
 SHAPES_REMEDY = "Leave out --shape, or add --part repeat."
 
@@ -60,23 +62,62 @@ def plan(parts: Sequence[str], shapes: Sequence[str], engines: Sequence[str]) ->
     return jobs
 
 
+def side_by_side(jobs: Sequence[Job], gpu_bytes: int, host_bytes: int) -> list[list[Job]]:
+    """Engines of one shape together, as many as there is room for; where not for all, the last: these are compared."""
+    groups: list[list[Job]] = []
+    for job in reversed(jobs):
+        mates = groups[0] if groups else []
+        if (
+            job.part == "engine"
+            and mates
+            and mates[0].shape == job.shape
+            and _fit([job, *mates], gpu_bytes, host_bytes)
+        ):
+            mates.insert(0, job)
+        else:
+            groups.insert(0, [job])
+    return groups
+
+
+def _fit(jobs: Sequence[Job], gpu_bytes: int, host_bytes: int) -> bool:
+    shape = SHAPES[jobs[0].shape]
+    connectors = sum(job.engine != "none" for job in jobs)
+    return len(jobs) * shape.gpu_bytes < gpu_bytes and connectors * shape.host_bytes < host_bytes * HOST_SHARE
+
+
 def run(bench: Bench, jobs: Sequence[Job]) -> None:
-    """Job by job; one that fails costs its own figures only."""
-    for job in jobs:
-        bench.tell(job.name)
-        try:
-            if job.part == "engine":
-                EngineBench(bench, job).run()
-            else:
-                _copies(bench, job)
-        except (KVTallyError, OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
-            bench.figures.failures[job.name] = str(error)
-            bench.tell(f"{job.name} FAILED: {error}")
-        bench.publish()
+    """Those side by side step by step, in turn; one that fails costs its own figures only."""
+    for group in side_by_side(jobs, bench.figures.machine.gpu_memory_bytes, available_memory_bytes()):
+        with ExitStack() as stack:
+            under_way = [(job, stack.enter_context(closing(_steps(bench, job)))) for job in group]
+            while under_way:
+                under_way = [(job, steps) for job, steps in under_way if _goes_on(bench, job, steps)]
+
+
+def _goes_on(bench: Bench, job: Job, steps: Iterator[None]) -> bool:
+    """One step; False when it was the last."""
+    try:
+        next(steps)
+        return True
+    except StopIteration:
+        pass
+    except (KVTallyError, OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
+        bench.figures.failures[job.name] = str(error)
+        bench.tell(f"{job.name} FAILED: {error}")
+    bench.publish()
+    return False
+
+
+def _steps(bench: Bench, job: Job) -> Generator[None, None, None]:
+    if job.part == "engine":
+        yield from EngineBench(bench, job).run()
+    else:
+        _copies(bench, job)
 
 
 def _copies(bench: Bench, job: Job) -> None:
     scale = bench.scale
+    bench.tell(job.name)
     with bench.child("kvtally.bench.gpu_copies", job.part) as child:
         if job.case is None:
             asked = MeasureLimits(directory=str(bench.disk), sample_bytes=scale.sample_bytes, samples=scale.samples)

@@ -1,8 +1,9 @@
 """One engine of `kvtally bench gpu`: started, warmed up, asked for prompts cold and again, watched under load, ended.
 
-Owns what an engine is asked and in which order: the same for each connector. Engines (`bench.gpu_engine`) and stores
-are processes of their own; nothing here needs a GPU. Neighbours: `bench.gpu` (left: which engines, and what becomes of
-the figures), `bench.gpu_report` (right: what they mean). Threading: none.
+Owns what an engine is asked and in which order: the same for each connector. It yields after every step, so that
+engines can be asked in turn: a machine whose speed varies then varies for all of them. Engines (`bench.gpu_engine`) and
+stores are processes of their own; nothing here needs a GPU. Neighbours: `bench.gpu` (left: which engines, and what
+becomes of the figures), `bench.gpu_report` (right: what they mean). Threading: none.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ DECODES = 4
 
 
 class Scale(NamedTuple):
-    """How much is measured. `fills` and `repeats` (prompts that are repeated) are at most what the shape says."""
+    """How much is measured. `fills` and `repeats` (prompts that are repeated, in so many `rounds`, because one host
+    thread makes single figures unsteady) are at most what the shape says."""
 
     sample_bytes: int = GIB
     samples: int = 9
@@ -102,6 +104,7 @@ class Bench:
             store=store,
             always_load=always_load,
             most_requests=32 if job.busy else 8,
+            gpu_share=min(0.9, SHAPES[job.shape].gpu_bytes / (self.figures.machine.gpu_memory_bytes or 1)),
         )
         ready = child.ask(start, Ready, START_S)
         self.figures.machine = msgspec.structs.replace(self.figures.machine, vllm=ready.engine)
@@ -132,12 +135,13 @@ class EngineBench:
         self._shape = SHAPES[job.shape]
         fills = min(self._shape.fills, bench.scale.fills)
         self._seeds = range(FILL_SEED, FILL_SEED + fills)
-        self._repeated = self._seeds[: bench.scale.repeats]
+        self._repeated = list(self._seeds[: bench.scale.repeats])
         self._arm = Arm()
         self._daemon: Daemon | None = None
 
-    def run(self) -> None:
+    def run(self) -> Iterator[None]:
         job, bench = self._job, self._bench
+        bench.tell(job.name)
         disk = bench.disk_of(job.shape) if job.engine == "kvtally" and job.repeat else None
         with ExitStack() as stack:
             if job.engine == "kvtally":
@@ -148,11 +152,12 @@ class EngineBench:
             if self._daemon is not None:
                 self._daemon.wait_populated()
             self._warm_up(child)
+            yield
             if job.repeat:
                 self._arm.start_s = start_s
-                self._repeat(child)
+                yield from self._repeat(child)
             if job.busy:
-                self._busy(child)
+                yield from self._busy(child)
             if disk is not None:
                 self._settle(child)
         if disk is not None:
@@ -168,7 +173,7 @@ class EngineBench:
             self._ask(child, seed, forget=True)
             self._ask(child, seed)
 
-    def _repeat(self, child: Child) -> None:
+    def _repeat(self, child: Child) -> Iterator[None]:
         figures, arm = self._bench.figures, self._arm
         shape = figures.repeat.setdefault(self._job.shape, Repeat())
         shape.prompt_tokens, shape.fills = self._shape.prompt_tokens, len(self._seeds)
@@ -177,30 +182,22 @@ class EngineBench:
             self._note("cold", seed, self._ask(child, seed, drain=False))
         arm.saved_bytes = self._settle(child)
         self._bench.publish()
+        yield
         halves: dict[str, list[Half]] = {"repeat": [], "gpu_hit": []}
         with ExitStack() as stack:
             book = stack.enter_context(Ledger(self._daemon)) if self._daemon is not None else None
-            for seed, way in self._asked_again():
-                self._note(way, seed, self._ask(child, seed, forget=way == "repeat"))
-                if book is not None:
-                    halves[way].append(book.next_half(self._shape.prompt_tokens, timeout_s=RECEIPT_S))
+            for seed in self._repeated * self._bench.scale.rounds:
+                for way in halves:
+                    self._note(way, seed, self._ask(child, seed, forget=way == "repeat"))
+                    if book is not None:
+                        halves[way].append(book.next_half(self._shape.prompt_tokens, timeout_s=RECEIPT_S))
+                yield
         arm.receipts = {way: view(each) for way, each in halves.items() if each}
         self._bench.publish()
         self._bench.tell(
-            f"  cold {arm.cold_s * 1e3:.1f} ms, repeat {arm.repeat_s * 1e3:.1f} ms ({arm.repeat_cached_tokens:,} "
-            f"cached), GPU hit {arm.gpu_hit_s * 1e3:.1f} ms"
+            f"{self._job.name}: cold {arm.cold_s * 1e3:.1f} ms, repeat {arm.repeat_s * 1e3:.1f} ms "
+            f"({arm.repeat_cached_tokens:,} cached), GPU hit {arm.gpu_hit_s * 1e3:.1f} ms"
         )
-
-    def _asked_again(self) -> Iterator[tuple[int, str]]:
-        """Prompts, and how each is asked: many times, because one host thread makes single figures unsteady. What no
-        connector has kept is computed once more only; it is hit as often as with one."""
-        rounds = self._bench.scale.rounds
-        repeats, hits = (1, rounds) if self._job.engine == "none" else (rounds, 1)
-        for _ in range(repeats):
-            for seed in self._repeated:
-                yield seed, "repeat"
-                for _ in range(hits):
-                    yield seed, "gpu_hit"
 
     def _from_disk(self, disk: Path) -> None:
         """Store and engine anew: the first repeats come from disk."""
@@ -248,7 +245,7 @@ class EngineBench:
 
     # ---- requests that arrive while others decode
 
-    def _busy(self, child: Child) -> None:
+    def _busy(self, child: Child) -> Iterator[None]:
         shape, figures = self._shape, self._bench.figures
         busy = figures.busy.setdefault(self._job.shape, Busy())
         busy.requests, busy.prompt_tokens, busy.decodes = shape.busy_requests, shape.busy_prompt_tokens, DECODES
@@ -272,6 +269,7 @@ class EngineBench:
                 self._settle(child)
                 if number:  # the first round warms up
                     found[source].append(watched)
+                yield
         for source, rounds in found.items():
             arm.itl[source] = latency([gap for each in rounds for gap in each.gaps_s])
             if source is not Source.ALONE:

@@ -78,13 +78,15 @@ _DENSE_8B = {
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """A model and what is asked of it. `host_bytes`: what each connector may use of the host's memory."""
+    """A model and what is asked of it. `gpu_bytes`: what an engine takes of the GPU's memory, `host_bytes`: what each
+    connector may use of the host's."""
 
     config: dict[str, Any]
     arguments: dict[str, Any]
     prompt_tokens: int
     fills: int
     host_bytes: int
+    gpu_bytes: int
     reads_disk: bool  # by default, after a restart
     busy_requests: int = 16
     busy_prompt_tokens: int = 3_000
@@ -100,6 +102,7 @@ SHAPES = {
         prompt_tokens=11_000,
         fills=14,
         host_bytes=40 * GIB,
+        gpu_bytes=60 * GIB,
         reads_disk=False,
     ),
     "dense-8b": Shape(
@@ -111,6 +114,7 @@ SHAPES = {
         prompt_tokens=8_000,
         fills=6,
         host_bytes=24 * GIB,
+        gpu_bytes=40 * GIB,
         reads_disk=True,
     ),
 }
@@ -134,6 +138,7 @@ class Start(msgspec.Struct, frozen=True, tag="start", kw_only=True):
     store: str = ""
     always_load: bool = False
     most_requests: int = 8
+    gpu_share: float = 0.9  # of the GPU's memory, which must be free
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask", kw_only=True):
@@ -333,7 +338,7 @@ def engine_arguments(start: Start) -> dict[str, Any]:
         "max_num_batched_tokens": 8_192,
         "max_num_seqs": start.most_requests,
         "enable_prefix_caching": True,
-        "gpu_memory_utilization": 0.9,
+        "gpu_memory_utilization": start.gpu_share,
         "disable_log_stats": False,
         **shape.arguments,
     }

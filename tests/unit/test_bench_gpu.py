@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from kvtally.bench import gpu, gpu_copies
 from kvtally.bench.child import Child
 from kvtally.bench.gpu_arms import QUICK, Bench, Job, disk_arm
 from kvtally.bench.gpu_copies import CASES, Bed, _together, disk_read_gbps
-from kvtally.bench.gpu_engine import SHAPES, Answer, Settle, Start, engine_arguments, gaps_after
+from kvtally.bench.gpu_engine import SHAPES, Answer, Ask, Settle, Start, Watch, Watched, engine_arguments, gaps_after
 from kvtally.bench.gpu_report import (
     Arm,
     Busy,
@@ -66,6 +67,52 @@ def test_parts_and_shapes_can_be_chosen() -> None:
     assert all(job.busy and not job.repeat and job.shape == "dense-8b" for job in gpu.plan(["busy"], [], []))
     assert {job.shape for job in gpu.plan(["busy"], ["hybrid-27b"], [])} == {"hybrid-27b"}
     assert not any(job.busy for job in gpu.plan([], ["hybrid-27b"], []))  # unless it is asked for
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "host_gib", "expected"),
+    [
+        (139, 128, ["none", "offload kvtally", "none offload kvtally"]),  # an H200
+        (80, 512, ["none", "offload", "kvtally", "none", "offload", "kvtally"]),
+        (81, 512, ["none", "offload", "kvtally", "none", "offload kvtally"]),
+        (139, 64, ["none offload", "kvtally", "none offload", "kvtally"]),
+        (139, 70, ["none offload", "kvtally", "none offload kvtally"]),
+    ],
+)
+def test_engines_stand_side_by_side_where_there_is_room(gpu_gib: int, host_gib: int, expected: list[str]) -> None:
+    groups = gpu.side_by_side(gpu.plan([], [], []), gpu_gib * GIB, host_gib * GIB)
+    assert [[job.part for job in group] for group in groups[:5]] == [["limits"], *[["copies"]] * 4]
+    assert [" ".join(job.engine for job in group) for group in groups[5:]] == expected
+
+
+def test_engines_side_by_side_take_turns_and_fail_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+
+    class Engine:
+        def __init__(self, bench: Bench, job: Job) -> None:
+            self._job = job
+
+        def run(self) -> Iterator[None]:
+            try:
+                for step in range(3):
+                    taken.append(f"{self._job.engine} {step}")
+                    if (self._job.engine, step) == ("offload", 1):
+                        raise TransportError("it died", remedy="")
+                    yield
+            finally:
+                taken.append(f"{self._job.engine} ends")
+
+    monkeypatch.setattr(gpu, "EngineBench", Engine)
+    this = bench(tmp_path, [])
+    this.figures.machine = Machine(gpu="H200", gpu_memory_bytes=139 * GIB)
+    monkeypatch.setattr(gpu, "available_memory_bytes", lambda: 128 * GIB)
+    gpu.run(this, gpu.plan(["busy"], [], []))
+    assert taken == [
+        *("none 0", "offload 0", "kvtally 0"),
+        *("none 1", "offload 1", "offload ends", "kvtally 1"),
+        *("none 2", "kvtally 2", "none ends", "kvtally ends"),
+    ]
+    assert list(this.figures.failures) == ["dense-8b, offload"]
 
 
 @pytest.mark.parametrize("arguments", [["--part", "nothing"], ["--shape", "70b"], ["--engine", "lmcache"]])
@@ -126,6 +173,46 @@ def test_a_job_that_fails_leaves_the_others_their_figures(tmp_path: Path, monkey
     assert "h2d" in this.figures.limits
     assert told[0] == "copies, dense, 16-token pages"
     assert "FAILED" in told[1]
+
+
+class FakeEngine:
+    """Answers like an engine's process: a prompt it knows takes a tenth of the time."""
+
+    def __init__(self, name: str, asked: list[tuple[str, object]]) -> None:
+        self._name, self._asked, self._known = name, asked, set[int]()
+
+    def ask(self, message: object, reply: type, timeout_s: float) -> object:
+        self._asked.append((self._name, message))
+        if isinstance(message, Ask):
+            is_known = message.seed in self._known and not (message.forget and self._name == "none")
+            self._known.add(message.seed)
+            return Answer(seconds=0.02 if is_known else 0.2, first_token=message.seed, cached_tokens=100 * is_known)
+        if isinstance(message, Watch):
+            return Watched(gaps_s=[0.02, 0.03], firsts_s=[0.1], cached_tokens=[100])
+        return Answer()
+
+
+def test_engines_side_by_side_are_asked_the_same_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, object]] = []
+    monkeypatch.setattr(Bench, "start", lambda self, job, *_, **__: (FakeEngine(job.engine, asked), 1.0))
+    monkeypatch.setattr(gpu, "available_memory_bytes", lambda: 128 * GIB)
+    this = bench(tmp_path, [])
+    this.figures.machine = Machine(gpu="H200", gpu_memory_bytes=139 * GIB)
+    gpu.run(this, gpu.plan(["repeat", "busy"], ["dense-8b"], ["none", "offload"]))
+    assert not this.figures.failures
+    complete(this.figures)
+    repeat, busy = this.figures.repeat["dense-8b"], this.figures.busy["dense-8b"]
+    for arm in repeat.arms.values():
+        assert {way: len(times) for way, times in arm.samples.items()} == {"cold": 3, "repeat": 2, "gpu_hit": 2}
+        assert arm.added_s is not None
+    assert repeat.ratios["offload_cold_over_repeat"] == pytest.approx(10)
+    assert repeat.outputs_equal
+    assert set(busy.arms) == {"none", "offload"}
+    messages: dict[str, list[object]] = {name: [what for who, what in asked if who == name] for name in busy.arms}
+    assert messages["none"] == messages["offload"]
+    repeats = [who for who, what in asked if isinstance(what, Ask) and what.forget and what.seed >= 1000]
+    assert repeats == ["none", "offload"] * 2
+    assert [who for who, what in asked if isinstance(what, Watch)][:4] == ["none", "offload"] * 2
 
 
 def test_a_child_is_refused_what_comes_before_its_start(tmp_path: Path) -> None:
