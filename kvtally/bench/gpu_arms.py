@@ -52,7 +52,7 @@ class Scale(NamedTuple):
     fills: int = 1_000
     repeats: int = 9
     rounds: int = 3
-    busy_rounds: int = 2
+    busy_rounds: int = 3
 
 
 QUICK = Scale(sample_bytes=GIB // 4, samples=3, fills=3, repeats=2, rounds=1, busy_rounds=1)

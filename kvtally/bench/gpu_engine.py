@@ -112,7 +112,7 @@ SHAPES = {
             "kv_cache_memory_bytes": 12 * GIB,  # what arrives at once must fit, or it could not hit the GPU's own cache
         },
         prompt_tokens=8_000,
-        fills=6,
+        fills=10,
         host_bytes=24 * GIB,
         gpu_bytes=40 * GIB,
         reads_disk=True,
