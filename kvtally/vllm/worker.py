@@ -87,6 +87,7 @@ class WorkerHalf:
         self._news = threading.Condition()  # guards what follows; told whenever a job is done
         self._unfinished = 0  # jobs given and not done
         self._results = Results()
+        self._has_told = False  # of a load that has ended, the last time
         self._thread = threading.Thread(target=self._run, name="kvtally-worker", daemon=True)
 
     def register(self, layouts: list[GroupLayout], memory: object, device: Device[Any, Any]) -> None:
@@ -115,12 +116,15 @@ class WorkerHalf:
             self._jobs.put((job, fence))
 
     def collect(self, wait_s: float = 0.0) -> Results:
-        """What became ready; with nothing ready and jobs under way, wait at most so long for the next."""
+        """What became ready; with nothing ready and jobs under way, wait at most so long for the next. Not right after
+        a load has ended: vLLM may hear of that only when this step is over too."""
         self._is_serving = True
         with self._news:
-            if wait_s and self._unfinished and not (self._results.finished or self._results.saved):
+            is_ready = self._results.finished or self._results.saved or self._has_told
+            if wait_s and self._unfinished and not is_ready:
                 self._news.wait(wait_s)
             results, self._results = self._results, Results()
+            self._has_told = bool(results.finished)
         return results
 
     def stop(self, timeout_s: float = 5.0) -> None:

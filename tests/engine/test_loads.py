@@ -129,3 +129,14 @@ def test_slots_of_a_lease_that_is_gone_are_a_miss(scene: Scene) -> None:
     assert lease.slots is not None
     assert lease.slots.reason
     assert scene.load(lease).reason == "lease_expired"
+
+
+def test_an_idle_engine_hears_of_a_load_before_it_waits_for_what_else_is_under_way(scene: Scene) -> None:
+    scene.worker._unfinished += 1  # a save that takes its time
+    assert scene.load(scene.lease()).reason == ""
+    begun = time.monotonic()
+    assert not scene.worker.collect(30.0).finished
+    assert time.monotonic() - begun < 10.0
+    begun = time.monotonic()
+    scene.worker.collect(0.2)
+    assert time.monotonic() - begun > 0.1  # now it does wait
