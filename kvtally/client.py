@@ -237,9 +237,10 @@ class StoreClient:
         """Ask now for the slots of rank 0, so that who adopts the lease need not."""
 
         def keep(reply: Reply) -> Slots | Miss | None:
-            if isinstance(reply, Slots):
-                lease.slots = reply
-            return reply if isinstance(reply, Slots) else None
+            if not isinstance(reply, Slots):
+                return None
+            lease.slots = reply
+            return reply
 
         return self._submit(SlotsGet(0, lease.id, 0), keep, timeout_s)
 

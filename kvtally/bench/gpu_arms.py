@@ -8,7 +8,6 @@ becomes of the figures), `bench.gpu_report` (right: what they mean). Threading: 
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from kvtally.bench.gpu_copies import GIB, Case, disk_read_gbps
 from kvtally.bench.gpu_engine import SHAPES, Answer, Ask, Ready, Settle, Source, Start, Watch, Watched
 from kvtally.bench.gpu_report import Arm, Busy, BusyArm, DiskArm, Figures, Repeat, latency
 from kvtally.bench.processes import Daemon
-from kvtally.bench.repeat import Ledger
+from kvtally.bench.repeat import Ledger, drop_pages
 from kvtally.bench.repeat_report import view
 from kvtally.core.receipts import Half
 from kvtally.errors import TransportError
@@ -203,7 +202,7 @@ class EngineBench:
         """Store and engine anew: the first repeats come from disk."""
         job, bench = self._job, self._bench
         bench.tell(f"{job.shape}, {job.engine}, after a restart, from disk")
-        _drop_pages(disk)
+        drop_pages(disk)
         limit = disk_read_gbps(disk.parent)
         halves, answers = [], []
         with ExitStack() as stack:
@@ -294,12 +293,3 @@ def disk_arm(seconds: Sequence[float], halves: Sequence[Half], limit_gbps: float
         receipt=seen,
         samples=list(seconds),
     )
-
-
-def _drop_pages(directory: Path) -> None:
-    """So that what comes from disk comes from the disk."""
-    for path in directory.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())  # dirty pages stay
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

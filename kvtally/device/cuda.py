@@ -30,7 +30,7 @@ from kvtally.core.geometry import check_blocks, object_length
 from kvtally.device import Checksums, Move, Steps
 from kvtally.device.driver import Driver
 from kvtally.device.pinning import PinnedArena
-from kvtally.device.units import LEAF_COLUMNS, SHORTEST_BYTES, Table, leaf_rows, unit_addresses, unit_bytes
+from kvtally.device.units import LEAF_COLUMNS, SHORTEST_BYTES, Table, leaf_rows, unit_addresses, unit_bytes, unit_of
 from kvtally.shm import Mapping
 
 log = logging.getLogger("kvtally.device")
@@ -172,12 +172,12 @@ class CudaCopies:
     def way(self) -> str:
         return "triton" if self._uses_kernels else "torch"
 
-    def prepare(self, page_bytes: Sequence[int]) -> None:
-        """Compile what pages of these sizes need, now rather than under the first request."""
+    def prepare(self, sizes_bytes: Sequence[int]) -> None:
+        """Compile what layouts whose pages are multiples of these need, now rather than under the first request."""
         if not self._uses_kernels:
             return
         stage = self._out.stages[0]
-        for unit in sorted({unit for size in page_bytes if (unit := min(size & -size, 64 * 1024)) >= SHORTEST_BYTES}):
+        for unit in sorted(set(map(unit_of, sizes_bytes)) - {0}):
             with torch.cuda.device(self._device), torch.cuda.stream(self._out.pages):
                 address = np.full(1, stage.address + stage.buffer.numel() // 2, dtype=np.int64)
                 tables = _fill(stage.table, address, None, leaf_rows(unit, 0, None, 0), on_gpu=False)
@@ -269,14 +269,15 @@ class CudaCopies:
 
     def _checked_length(self, move: Move, memory: torch.Tensor, *, is_whole: bool) -> int:
         """An object's, whose blocks lie inside their memory, and their bytes in the slot: kernels do not look."""
-        layout, length = move.layout, sum(piece.nbytes for piece in move.pieces)
+        layout, blocks = move.layout, move.skip_blocks + len(move.block_ids)
+        length = sum(piece.nbytes for piece in move.pieces)
         check_blocks(layout, move.block_ids, move.skip_blocks)
-        if layout.buffer_bytes > memory.numel() or (is_whole and move.skip_blocks):
-            raise ValueError(f"blocks of {layout.buffer_bytes} bytes do not fit a memory of {memory.numel()}")
-        if not 0 < length <= self._stage_bytes or length != object_length(
-            layout, move.skip_blocks + len(move.block_ids)
-        ):
-            raise ValueError(f"{len(move.block_ids)} blocks do not fit a slot of {length} bytes")
+        if layout.buffer_bytes > memory.numel():
+            raise ValueError(f"a layout of {layout.buffer_bytes} bytes does not fit a memory of {memory.numel()}")
+        if is_whole and move.skip_blocks:
+            raise ValueError(f"{move.skip_blocks} blocks of an object to be saved are missing")
+        if not 0 < length <= self._stage_bytes or length != object_length(layout, blocks):
+            raise ValueError(f"{blocks} blocks do not fit a slot of {length} bytes, or that no stage")
         return length
 
     def _cross(self, lane: Lane, stage: Stage, part: Part) -> None:
@@ -287,14 +288,13 @@ class CudaCopies:
         for piece in part.move.pieces:
             pinned = self._arena.pinned(piece) if self._arena is not None else []
             for address, length in pinned:
-                place = stage.address + at
-                target, source = (place, address) if is_load else (address, place)
+                target, source = (stage.address + at, address) if is_load else (address, stage.address + at)
                 self._driver.copy(target, source, length, lane.bus.cuda_stream)
                 at += length
             if not pinned:
-                place, bytes_ = stage.buffer[at : at + piece.nbytes], self._host(piece, writable=not is_load)
+                place, slot = stage.buffer[at : at + piece.nbytes], self._host(piece, writable=not is_load)
                 with torch.cuda.stream(lane.bus):
-                    place.copy_(bytes_, non_blocking=True) if is_load else bytes_.copy_(place, non_blocking=True)
+                    place.copy_(slot, non_blocking=True) if is_load else slot.copy_(place, non_blocking=True)
                 at += piece.nbytes
 
     def _queue(self, lane: Lane, memory: torch.Tensor, batch: Batch) -> None:

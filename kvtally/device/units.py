@@ -32,7 +32,12 @@ def unit_bytes(layout: GroupLayout, base: int) -> int:
     """
     if (layout.alignment_bytes | base) % ALIGNMENT_BYTES:
         return 0
-    unit = min(layout.grain_bytes, LONGEST_BYTES)
+    return unit_of(layout.grain_bytes)
+
+
+def unit_of(size_bytes: int) -> int:
+    """The largest unit that divides so many bytes; 0: none is worth it."""
+    unit = min(size_bytes & -size_bytes, LONGEST_BYTES)
     return unit if unit >= SHORTEST_BYTES else 0
 
 

@@ -254,7 +254,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
             namespace = self._layout.namespace
             sizes = [namespace.object_bytes(group, 0, namespace.chunk_tokens) for group in range(len(layouts))]
             copies = CudaCopies(memory.device, largest_bytes=max(sizes))
-            copies.prepare([layer.page_bytes for layout in layouts for layer in layout.layers])
+            copies.prepare([layout.grain_bytes for layout in layouts])
             self._worker.register(layouts, memory, copies)
         else:
             self._worker.register(layouts, memory.numpy(), cpu)

@@ -5,10 +5,10 @@
 
 For each inquiry: chain values of the prompt, one lookup that leases and stages, if the store knows tails beyond the hit
 one more for each that may fit until one does, then the wait until everything is in the arena. Where it lies there is
-asked for while the scheduler goes on with the answer: rank 0 then need not ask. An inquiry that is early
-has time until the scheduler comes to its request (`want`); from then on it has a deadline, by which an answer is set
-whatever happens. An answer of 0 tokens has a reason. What a hand-off says is being saved is asked for again until it is
-there, or prefill has withdrawn it: its answer may overtake its bytes. Owns the client, which only this thread touches.
+asked for while the scheduler goes on with the answer: rank 0 then need not ask. An inquiry that is early has time until
+the scheduler comes to its request (`want`); from then on it has a deadline, by which an answer is set whatever happens.
+An answer of 0 tokens has a reason. What a hand-off says is being saved is asked for again until it is there, or prefill
+has withdrawn it: its answer may overtake its bytes. Owns the client, which only this thread touches.
 """
 
 from __future__ import annotations
@@ -170,7 +170,8 @@ class Inquiries:
             except Exception:  # the supervisor's edge: one failed turn costs misses, never the engine
                 log.exception("an inquiry failed; its requests are computed")
                 for inquiry in self._active:
-                    self._settle(client, inquiry, MissReason.STORE_UNREACHABLE)
+                    if inquiry.answer is None:  # else it was only waiting for slots, and somebody may have its lease
+                        self._settle(client, inquiry, MissReason.STORE_UNREACHABLE)
                 self._active.clear()
         client.close()
 

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
 from kvtally.client import Call, Miss, ReadSlot, StoreClient
@@ -228,11 +229,11 @@ class WorkerHalf:
             return LoadReport(reason=slots.reason)
         is_verified = lease.session.verify_reads
         wanted: list[ReadSlot] = []
-        moved_bytes = promised = 0
+        moved_bytes, is_covered = 0, False
 
         def moves() -> Iterator[Move]:
-            """Worked out while the first are on their way; so is what there should have been."""
-            nonlocal moved_bytes, promised
+            """Worked out while the first are on their way; so is whether these are all there should be."""
+            nonlocal moved_bytes, is_covered
             for slot in slots:
                 ids, skip = self._targets(job, slot.index, slot.key.group)
                 if ids:
@@ -240,14 +241,13 @@ class WorkerHalf:
                     wanted.append(slot)
                     moved_bytes += object_length(layout, len(ids))
                     yield Move(layout, ids, slot.pieces, slot.seed if is_verified else None, skip)
-            groups = range(len(self._layout.groups))
-            promised = sum(
-                bool(self._targets(job, index, group)[0]) for index in range(len(job.ends)) for group in groups
-            )
+            every = product(range(len(job.ends)), range(len(self._layout.groups)))
+            others = set(every) - {(slot.index, slot.key.group) for slot in wanted}
+            is_covered = not any(self._targets(job, *other)[0] for other in others)
 
         checksums = yield from self._device.load(self._memory, moves(), fence)
-        if len({(slot.index, slot.key.group) for slot in wanted}) < promised:
-            return LoadReport(reason=MissReason.ABSENT)  # the lease does not cover it: no block is left unwritten
+        if not is_covered:
+            return LoadReport(reason=MissReason.ABSENT)  # less than was promised: no block is left unwritten
         landed = list(zip(wanted, checksums, strict=True))
         for slot, checksum in landed if is_verified else landed[-1:]:  # all share one lease
             missed = client.accept(slot, checksum)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -249,3 +250,18 @@ def test_an_answer_that_is_there_is_taken(asking: Callable[..., Asking], inquiri
     eventually(lambda: inquiries.asked[0].answer is not None)
     assert not scheduler.leave(asked)
     assert matched(scheduler, asked) == 192
+
+
+def test_a_failed_turn_leaves_what_is_answered_as_it_is(
+    asking: Callable[..., Asking], inquiries: Asked, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(bench)
+    monkeypatch.setattr(StoreClient, "foresee", lambda self, lease: SimpleNamespace(result=None))  # never answered
+    asking().arrived(question())
+    eventually(lambda: bool(inquiries.asked) and inquiries.asked[0].answer is not None)
+    (inquiry,) = inquiries.asked
+    answer = inquiry.answer
+    inquiry.is_cancelled = True  # its lease would be given back a second time
+    inquiries._commands.put(lambda client: [].pop())
+    eventually(lambda: not inquiries._active)
+    assert inquiry.answer is answer

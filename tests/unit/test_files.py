@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import kvtally
+from kvtally.bench.repeat import drop_pages
 from kvtally.core.space import GRANULE_BYTES
 from kvtally.errors import ConfigError, IncompatibleError, IntegrityError, KVTallyError
 from kvtally.store.tiers.disk import READ_STEP_BYTES
@@ -32,7 +33,7 @@ def test_bytes_are_the_same_whichever_way_they_are_read(tmp_path: Path, length: 
     content = os.urandom(length)
     device = FileDevice(tmp_path, CAPACITY_BYTES)
     device.pwritev([memoryview(content)], 2 * 4096)
-    forget_pages(tmp_path)
+    drop_pages(tmp_path)
     with (tmp_path / "data").open("rb") as file:
         os.pread(file.fileno(), cached * 4096, 2 * 4096)
     target = memoryview(bytearray(length + shift))[shift:]
@@ -52,7 +53,7 @@ def test_what_is_not_cached_is_read_past_the_page_cache(tmp_path: Path, monkeypa
         pytest.skip("this file system has no direct reads")
     length = 8192 + 100
     device.pwritev([memoryview(os.urandom(length))], 0)
-    forget_pages(tmp_path)
+    drop_pages(tmp_path)
     read: list[tuple[bool, int]] = []
     preadv = os.preadv
 
@@ -83,12 +84,6 @@ def test_a_file_system_without_direct_reads_is_read_through_the_page_cache(
     tier.check()
     assert verifies(tier, put(tier, 3))
     tier.close()
-
-
-def forget_pages(directory: Path) -> None:
-    with (directory / "data").open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 # ---------------------------------------------------------------- what is refused, and left as it was
