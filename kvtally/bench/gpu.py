@@ -142,7 +142,7 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, _leave)
     begun = time.monotonic()
     console = Console(stderr=True, highlight=False)
-    figures = Figures(version=__version__, commit=_commit(), quick=options.quick)
+    figures = Figures(version=__version__, commit=_commit(), quick=options.quick, graphs=options.graphs)
 
     def publish() -> None:
         figures.elapsed_s = time.monotonic() - begun
@@ -163,6 +163,7 @@ def main(arguments: Sequence[str]) -> int:
             disk=disk,
             logs=logs,
             reads_disk=options.disk,
+            graphs=options.graphs,
             tell=lambda what: console.print(f"{time.monotonic() - begun:6.0f} s  {what}", markup=False),
             publish=publish,
         )
@@ -240,6 +241,9 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=None,
         help="repeat from disk after a restart (dense-8b: yes)",
+    )
+    parser.add_argument(
+        "--graphs", action="store_true", help="engines with CUDA graphs; without, one host thread bounds short steps"
     )
     parser.add_argument("--dir", metavar="DIR", help="on the disk to measure (default: the temporary directory)")
     parser.add_argument("--out", metavar="FILE", help="write what is known so far as JSON, after every step")

@@ -51,7 +51,8 @@ class Scale(NamedTuple):
     fills: int = 1_000
     repeats: int = 9
     rounds: int = 3
-    busy_rounds: int = 3
+    cold_row: int = 5  # prompts in a row, before the next engine's turn
+    busy_rounds: int = 5
 
 
 QUICK = Scale(sample_bytes=GIB // 4, samples=3, fills=3, repeats=2, rounds=1, busy_rounds=1)
@@ -84,6 +85,7 @@ class Bench:
     disk: Path
     logs: Path
     reads_disk: bool | None  # after a restart; None: as the shape says
+    graphs: bool
     tell: Callable[[str], None]
     publish: Callable[[], None]
 
@@ -104,6 +106,7 @@ class Bench:
             always_load=always_load,
             most_requests=32 if job.busy else 8,
             gpu_share=min(0.9, SHAPES[job.shape].gpu_bytes / (self.figures.machine.gpu_memory_bytes or 1)),
+            graphs=self.graphs,
         )
         ready = child.ask(start, Ready, START_S)
         self.figures.machine = msgspec.structs.replace(self.figures.machine, vllm=ready.engine)
@@ -177,11 +180,12 @@ class EngineBench:
         shape = figures.repeat.setdefault(self._job.shape, Repeat())
         shape.prompt_tokens, shape.fills = self._shape.prompt_tokens, len(self._seeds)
         shape.place(self._job.engine, arm)
-        for seed in self._seeds:  # saves of one prompt go on while the next is computed, as under load
-            self._note("cold", seed, self._ask(child, seed, drain=False))
-        arm.saved_bytes = self._settle(child)
-        self._bench.publish()
-        yield
+        for row in range(0, len(self._seeds), self._bench.scale.cold_row):
+            for seed in self._seeds[row : row + self._bench.scale.cold_row]:
+                self._note("cold", seed, self._ask(child, seed, drain=False))  # saves go on in the next, as under load
+            arm.saved_bytes = self._settle(child)
+            self._bench.publish()
+            yield
         halves: dict[str, list[Half]] = {"repeat": [], "gpu_hit": []}
         with ExitStack() as stack:
             book = stack.enter_context(Ledger(self._daemon)) if self._daemon is not None else None
@@ -271,6 +275,7 @@ class EngineBench:
                 yield
         for source, rounds in found.items():
             arm.itl[source] = latency([gap for each in rounds for gap in each.gaps_s])
+            arm.itl_rounds_ms[source] = [statistics.fmean(each.gaps_s) * 1e3 for each in rounds]
             if source is not Source.ALONE:
                 arm.ttft[source] = latency([first for each in rounds for first in each.firsts_s])
                 arm.cached_tokens[source] = min(count for each in rounds for count in each.cached_tokens)

@@ -27,7 +27,9 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",  # vLLM's CUDA graphs that need no compiler; nothing changes without graphs
 }
+GRAPH_TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]  # steps with more of them run as without graphs
 SETTLE_S = 60.0
 RUN_S = 180.0
 BRIEFS = 2  # requests of one token that give a connector the steps it needs to end its work
@@ -139,6 +141,7 @@ class Start(msgspec.Struct, frozen=True, tag="start", kw_only=True):
     always_load: bool = False
     most_requests: int = 8
     gpu_share: float = 0.9  # of the GPU's memory, which must be free
+    graphs: bool = False  # CUDA graphs; without them one host thread bounds short steps
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask", kw_only=True):
@@ -332,7 +335,7 @@ def engine_arguments(start: Start) -> dict[str, Any]:
         "model": str(model),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "enforce_eager": True,
+        "enforce_eager": not start.graphs,
         "dtype": "bfloat16",
         "max_model_len": 16_384,
         "max_num_batched_tokens": 8_192,
@@ -342,6 +345,8 @@ def engine_arguments(start: Start) -> dict[str, Any]:
         "disable_log_stats": False,
         **shape.arguments,
     }
+    if start.graphs:
+        arguments["compilation_config"] = {"cudagraph_capture_sizes": GRAPH_TOKENS}
     if start.connector == "offload":
         arguments["kv_transfer_config"] = {
             "kv_connector": "OffloadingConnector",

@@ -1,12 +1,12 @@
 """The connector on a real GPU: output equality and both controls, on a hybrid and a dense model. Run by hand:
 
-    python tests/gpu/smoke.py {hybrid|dense} [--blind]
+    python tests/gpu/smoke.py {hybrid|dense} [--blind] [--graphs]
 
 Needs vLLM with CUDA. Starts its own store. Weights are random but sensitive, so a wrong byte of restored KV changes the
 output. Prompts are handed over from a prefill request to a decode request, and what decode says must be vLLM's own
 continuation: the same arithmetic, so the same logprobs. With `--blind` the store is told not to verify: then scribbling
 into the arena must change the output (or this test could not see anything); without it, it must be noticed and computed
-again.
+again. With `--graphs` the engine captures and replays CUDA graphs.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_USE_FLASHINFER_SAMPLER="0",
+    VLLM_USE_BREAKABLE_CUDAGRAPH="1",  # CUDA graphs that need no compiler; nothing changes without graphs
     VLLM_LOGGING_LEVEL="WARNING",
 )
 
@@ -123,7 +124,8 @@ def check(kind: str, blind: bool, work: Path, socket: str) -> int:
 
         qwen3_next.Qwen3NextForCausalLM.set_moe_parameters = lambda self: None
     llm = LLM(
-        str(work / "model"), load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16",
+        str(work / "model"), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
+        enforce_eager="--graphs" not in sys.argv,
         additional_config={"gdn_prefill_backend": "triton"}, max_model_len=8192, max_num_batched_tokens=4096,
         max_num_seqs=8, enable_prefix_caching=True, kv_cache_memory_bytes=2 << 30, disable_log_stats=False,
         kv_transfer_config={
