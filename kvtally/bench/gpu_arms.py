@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvtally.bench.child import Child
-from kvtally.bench.gpu_copies import GIB, Case, disk_read_gbps
+from kvtally.bench.gpu_copies import GIB, Case, direct_reads
 from kvtally.bench.gpu_engine import SHAPES, Answer, Ask, Ready, Settle, Source, Start, Watch, Watched
 from kvtally.bench.gpu_report import Arm, Busy, BusyArm, DiskArm, Figures, Repeat, latency
 from kvtally.bench.processes import Daemon
@@ -207,8 +207,7 @@ class EngineBench:
         job, bench = self._job, self._bench
         bench.tell(f"{job.shape}, {job.engine}, after a restart, from disk")
         drop_pages(disk)
-        limit = disk_read_gbps(disk.parent)
-        halves, answers = [], []
+        halves, answers, limits = [], [], []
         with ExitStack() as stack:
             self._daemon = stack.enter_context(bench.store(job.shape, f"{job.shape}-restarted", disk))
             # What an H200 computes sooner than this disk reads it, the connector would rightly leave there.
@@ -217,11 +216,12 @@ class EngineBench:
             self._ask(child, FILL_SEED - 1)
             self._settle(child)
             self._ask(child, FILL_SEED - 1, forget=True)
-            with Ledger(self._daemon) as book:
+            with Ledger(self._daemon) as book, direct_reads(disk.parent) as read:
                 for seed in self._repeated:
+                    limits.append(read())
                     answers.append(self._ask(child, seed))
                     halves.append(book.next_half(self._shape.prompt_tokens, timeout_s=RECEIPT_S))
-        bench.figures.repeat[job.shape].disk = disk_arm([answer.seconds for answer in answers], halves, limit.gbps)
+        bench.figures.repeat[job.shape].disk = disk_arm([answer.seconds for answer in answers], halves, limits)
 
     def _ask(self, child: Child, seed: int, *, forget: bool = False, drain: bool = True) -> Answer:
         ask = Ask(seed=seed, tokens=self._shape.prompt_tokens, forget=forget, drain=drain)
@@ -282,19 +282,23 @@ class EngineBench:
         self._bench.publish()
 
 
-def disk_arm(seconds: Sequence[float], halves: Sequence[Half], limit_gbps: float) -> DiskArm:
-    """What came from disk, over the time it took, beside what that disk can do."""
+def disk_arm(seconds: Sequence[float], halves: Sequence[Half], limits_gbps: Sequence[float]) -> DiskArm:
+    """What came from disk, over the time it took, beside what that disk could do in between."""
     seen = view(halves)
     repeat_s = statistics.median(seconds)
     gbps = seen.moved_bytes / repeat_s / 1e9
+    staged_gbps = seen.moved_bytes / seen.wait_ms / 1e6 if seen.wait_ms > 0 else 0.0
+    limit_gbps = statistics.median(limits_gbps)
     return DiskArm(
         repeat_s=repeat_s,
         cached_tokens=seen.tokens_disk + seen.tokens_host + seen.tokens_gpu,
         moved_bytes=seen.moved_bytes,
         gbps=gbps,
-        staged_gbps=seen.moved_bytes / seen.wait_ms / 1e6 if seen.wait_ms > 0 else 0.0,
+        staged_gbps=staged_gbps,
         limit_gbps=limit_gbps,
         ratio=gbps / limit_gbps,
+        staged_ratio=staged_gbps / limit_gbps,
         receipt=seen,
         samples=list(seconds),
+        limit_samples=list(limits_gbps),
     )

@@ -114,10 +114,12 @@ class DiskArm(msgspec.Struct, kw_only=True):
     moved_bytes: int  # of one repeat, by its receipt
     gbps: float  # those bytes over the whole time to the first token
     staged_gbps: float  # over the time until they were in the arena
-    limit_gbps: float  # direct reads of the same disk
+    limit_gbps: float  # direct reads of the same disk, sampled in turn with these: the median
     ratio: float
+    staged_ratio: float
     receipt: View
     samples: list[float] = []
+    limit_samples: list[float] = []
 
 
 class Repeat(ByEngine[Arm], kw_only=True):
@@ -233,6 +235,7 @@ def repeat_ratios(repeat: Repeat) -> dict[str, float]:
     ratios = {key: value / base for key, (value, base) in pairs.items() if value > 0 and base > 0}
     if repeat.disk is not None:
         ratios["disk_over_limit"] = repeat.disk.ratio
+        ratios["disk_staged_over_limit"] = repeat.disk.staged_ratio
     return ratios
 
 
