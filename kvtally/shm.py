@@ -27,6 +27,11 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _madvise.restype = ctypes.c_int
 
 
+def address_of(memory: mmap.mmap | memoryview) -> int:
+    """Where its bytes begin, in this process."""
+    return int(np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0])
+
+
 class Mapping:
     """The arena as this process sees it."""
 
@@ -35,7 +40,7 @@ class Mapping:
         self.writable = writable
         self._memory = memory
         self._view = memoryview(memory)
-        self.address = int(np.frombuffer(self._view, dtype=np.uint8).ctypes.data)
+        self.address = address_of(self._view)
 
     def view(self, offset: int, length: int) -> memoryview:
         """Bytes `[offset, offset + length)`. Whoever gives offsets of a peer to this must have checked them."""

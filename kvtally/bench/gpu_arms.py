@@ -22,8 +22,8 @@ from kvtally.bench.child import Child
 from kvtally.bench.gpu_copies import GIB, Case, direct_reads
 from kvtally.bench.gpu_engine import SHAPES, Answer, Ask, Ready, Settle, Source, Start, Watch, Watched
 from kvtally.bench.gpu_report import Arm, Busy, BusyArm, DiskArm, Figures, Repeat, latency
-from kvtally.bench.processes import Daemon
-from kvtally.bench.repeat import Ledger, drop_pages
+from kvtally.bench.processes import Daemon, drop_pages
+from kvtally.bench.repeat import Ledger
 from kvtally.bench.repeat_report import view
 from kvtally.core.receipts import Half
 from kvtally.errors import TransportError

@@ -36,8 +36,8 @@ from rich.console import Console
 from kvtally import __version__
 from kvtally.bench.prefetch_engine import Burst, Bursted
 from kvtally.bench.prefetch_report import Figures, Speed, Times, judge, page, same_queue_ratio, times
-from kvtally.bench.processes import Daemon
-from kvtally.bench.repeat import Engine, Ledger, drop_pages, leave
+from kvtally.bench.processes import Daemon, drop_pages
+from kvtally.bench.repeat import Engine, Ledger, leave
 from kvtally.bench.repeat_engine import Answer, Start
 from kvtally.bench.repeat_report import Outputs, are_equal
 from kvtally.errors import ConfigError

@@ -182,3 +182,12 @@ def _end(process: subprocess.Popen[bytes], *, ask: bool = True) -> None:
 def _broken(what: str, log: str) -> TransportError:
     last = log.strip().splitlines()[-1:]
     return TransportError(": ".join([what, *last]), remedy="See what it says; try again on a quieter machine.")
+
+
+def drop_pages(place: Path) -> None:
+    """Of a file, or of all in a directory: so that what comes from disk comes from the disk."""
+    for path in [place, *place.rglob("*")]:
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # dirty pages stay
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -35,7 +35,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvtally import __version__
 from kvtally.bench.child import Child
-from kvtally.bench.processes import Daemon
+from kvtally.bench.processes import Daemon, drop_pages
 from kvtally.bench.repeat_engine import Answer, Ask, Ready, Start
 from kvtally.bench.repeat_report import Figures, Outputs, are_equal, difference, judge, own_difference, page, view
 from kvtally.cli.render import read_stats
@@ -344,15 +344,6 @@ class Experiment:
 def _in_turn(number: int) -> tuple[bool, bool]:
     """Which engine comes first, ours or the other: each as often, so that being second is nobody's burden."""
     return (True, False) if number % 2 else (False, True)
-
-
-def drop_pages(directory: Path) -> None:
-    """So that what comes from disk comes from the disk."""
-    for path in directory.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())  # dirty pages stay
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 # ---- the command

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from kvtally import __version__
-from kvtally.bench.processes import Daemon, Worker, ask_all
+from kvtally.bench.processes import Daemon, Worker, ask_all, drop_pages
 from kvtally.bench.report import Figures, judge, page
 from kvtally.bench.samples import Samples
 from kvtally.bench.tasks import (
@@ -321,7 +321,7 @@ class Plan:
         """One set, by `preadv` and by the store; with a cold cache the file's pages are dropped before either."""
         for is_ours in (False, True):
             if cache == "cold":
-                _drop_pages(data)
+                drop_pages(data)
             if is_ours:
                 samples.take_each((f"staged {cache}", f"copied {cache}", ""), Get("disk", number, verify=True))
             else:
@@ -394,12 +394,6 @@ def _refresh_free_memory(size_bytes: int) -> None:
     from its host, at a tenth of the speed of a disk's cache: whoever writes to that cache first would pay for it."""
     with mmap.mmap(-1, 2 * size_bytes) as memory:
         memory[:: mmap.PAGESIZE] = bytes(len(memory) // mmap.PAGESIZE)
-
-
-def _drop_pages(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fdatasync(file.fileno())  # dirty pages stay
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -28,7 +28,6 @@ from types import FrameType
 from typing import NoReturn
 
 import msgspec
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -40,6 +39,7 @@ from kvtally.config import LONGEST_SOCKET_PATH_BYTES
 from kvtally.core.geometry import runs
 from kvtally.core.receipts import Role, Verdict
 from kvtally.errors import KVTallyError, TierError, TransportError
+from kvtally.shm import address_of
 from kvtally.testing.engine import FULL, NAMESPACE, Answer, SyntheticEngine
 from kvtally.wire.messages import MissReason
 
@@ -420,7 +420,7 @@ class Stage:
         if isinstance(lease, Miss) or isinstance(slots, Miss) or arena is None:
             raise self._store.failure("does not hold the prompt any more")
         piece = next(slot.pieces[0] for slot in slots if slot.key.group == FULL)
-        at = np.frombuffer(piece, dtype=np.uint8).ctypes.data - arena.address
+        at = address_of(piece) - arena.address
         arena.view(at + 100, 1)[0] ^= 1
         self.client.release([lease]).wait()
 

@@ -13,10 +13,9 @@ import logging
 import threading
 import time
 
-import numpy as np
 import torch
 
-from kvtally.shm import Mapping
+from kvtally.shm import Mapping, address_of
 
 log = logging.getLogger("kvtally.device")
 
@@ -39,7 +38,7 @@ class PinnedArena:
 
     def offset(self, piece: memoryview) -> int | None:
         """Where it lies in the arena; None: not there."""
-        offset = int(np.frombuffer(piece, dtype=np.uint8).__array_interface__["data"][0]) - self.mapping.address
+        offset = address_of(piece) - self.mapping.address
         return offset if 0 <= offset <= self.mapping.size_bytes - piece.nbytes else None
 
     def pinned(self, piece: memoryview) -> list[tuple[int, int]]:

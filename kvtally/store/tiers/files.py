@@ -29,6 +29,7 @@ import numpy as np
 
 from kvtally.core.space import GRANULE_BYTES
 from kvtally.errors import ConfigError, IncompatibleError, KVTallyError, TierError
+from kvtally.shm import address_of
 from kvtally.store.tiers.disk import READ_STEP_BYTES, DiskTier, impossible_size
 
 FORMAT_VERSION = 1  # of the directory, the data file and the journal
@@ -92,9 +93,8 @@ class Bounce(threading.local):
         memory = mmap.mmap(-1, READ_STEP_BYTES + HUGE_PAGE_BYTES)
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-        whole = np.frombuffer(memory, dtype=np.uint8)
-        start = -whole.__array_interface__["data"][0] % HUGE_PAGE_BYTES
-        self.bytes: Any = whole[start : start + READ_STEP_BYTES]
+        start = -address_of(memory) % HUGE_PAGE_BYTES
+        self.bytes: Any = np.frombuffer(memory, dtype=np.uint8)[start : start + READ_STEP_BYTES]
 
 
 class FileDevice:
