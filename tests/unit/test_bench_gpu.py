@@ -6,14 +6,15 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from kvtally.bench import gpu, gpu_copies
+from kvtally.bench import gpu, gpu_arms, gpu_copies
 from kvtally.bench.child import Child
 from kvtally.bench.gpu_arms import QUICK, Bench, Job, disk_arm
 from kvtally.bench.gpu_copies import CASES, Bed, _together, direct_reads
@@ -214,6 +215,60 @@ def test_engines_side_by_side_are_asked_the_same_in_turn(tmp_path: Path, monkeyp
     repeats = [who for who, what in asked if isinstance(what, Ask) and what.forget and what.seed >= 1000]
     assert repeats == ["none", "offload"] * 2
     assert [who for who, what in asked if isinstance(what, Watch)][:4] == ["none", "offload"] * 2
+
+
+class FakeStore:
+    """A store's process and its book, for an engine that answers at once."""
+
+    socket = "a.sock"
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __enter__(self) -> FakeStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait_populated(self) -> None:
+        pass
+
+    def wait_saved(self) -> int:
+        return 5
+
+    def next_half(self, prompt_tokens: int, *, timeout_s: float) -> Half:
+        return Half(role=Role.DECODE, prompt_tokens=prompt_tokens, tokens_disk=100, moved_bytes=10**9, wait_ms=250.0)
+
+
+def test_what_comes_from_disk_stands_beside_what_the_disk_does_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, object]] = []
+    speeds = iter([2.0, 4.0])
+
+    @contextmanager
+    def reads(directory: Path) -> Iterator[Callable[[], float]]:
+        def read() -> float:
+            asked.append(("disk", None))
+            return next(speeds)
+
+        yield read
+
+    monkeypatch.setattr(Bench, "start", lambda self, job, *_, **__: (FakeEngine(job.engine, asked), 1.0))
+    monkeypatch.setattr(Bench, "store", lambda *_: FakeStore())
+    monkeypatch.setattr(gpu_arms, "Ledger", FakeStore)
+    monkeypatch.setattr(gpu_arms, "direct_reads", reads)
+    monkeypatch.setattr(gpu_arms, "disk_usable_bytes", lambda _: 1 << 50)
+    this = bench(tmp_path, [])
+    this.figures.machine = Machine(gpu="H200", gpu_memory_bytes=139 * GIB)
+    gpu.run(this, gpu.plan(["repeat"], ["dense-8b"], ["kvtally"]))
+    assert not this.figures.failures
+    disk = this.figures.repeat["dense-8b"].disk
+    assert disk is not None
+    assert (disk.limit_gbps, disk.limit_samples, len(disk.samples)) == (3.0, [2.0, 4.0], 2)
+    assert disk.staged_ratio == pytest.approx(4 / 3)
+    assert [who for who, _ in asked[-4:]] == ["disk", "kvtally"] * 2
 
 
 def test_a_child_is_refused_what_comes_before_its_start(tmp_path: Path) -> None:
