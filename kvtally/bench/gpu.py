@@ -163,7 +163,6 @@ def main(arguments: Sequence[str]) -> int:
             disk=disk,
             logs=logs,
             reads_disk=options.disk,
-            graphs=options.graphs,
             tell=lambda what: console.print(f"{time.monotonic() - begun:6.0f} s  {what}", markup=False),
             publish=publish,
         )

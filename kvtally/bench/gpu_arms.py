@@ -85,7 +85,6 @@ class Bench:
     disk: Path
     logs: Path
     reads_disk: bool | None  # after a restart; None: as the shape says
-    graphs: bool
     tell: Callable[[str], None]
     publish: Callable[[], None]
 
@@ -106,7 +105,7 @@ class Bench:
             always_load=always_load,
             most_requests=32 if job.busy else 8,
             gpu_share=min(0.9, SHAPES[job.shape].gpu_bytes / (self.figures.machine.gpu_memory_bytes or 1)),
-            graphs=self.graphs,
+            graphs=self.figures.graphs,
         )
         ready = child.ask(start, Ready, START_S)
         self.figures.machine = msgspec.structs.replace(self.figures.machine, vllm=ready.engine)

@@ -28,6 +28,7 @@ import numpy as np
 
 from kvtally.bench.child import serve
 from kvtally.bench.gpu_report import CopyFigure, Machine, Rate
+from kvtally.bench.processes import drop_pages
 from kvtally.core.geometry import GroupLayout, LayerView, object_length
 from kvtally.core.namespace import GroupKind, GroupSpec
 from kvtally.device import Checksums, Move, Steps, finish
@@ -199,14 +200,13 @@ def direct_reads(directory: Path, size_bytes: int = GIB) -> Iterator[Callable[[]
         with path.open("wb") as file:
             for _ in range(size_bytes // DISK_STEP_BYTES):
                 file.write(block)
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         yield lambda: size_bytes / min(_read_direct(path, size_bytes, threads) for threads in (1, 4)) / 1e9
     finally:
         path.unlink(missing_ok=True)
 
 
 def _read_direct(path: Path, size_bytes: int, threads: int) -> float:
+    drop_pages(path)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:  # a file system without it; the pages were dropped

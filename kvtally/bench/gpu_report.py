@@ -281,8 +281,8 @@ def judge(figures: Figures) -> list[Target]:
     for shape, repeat in figures.repeat.items():
         found += _repeat_targets(shape, repeat)
     for shape, busy in figures.busy.items():
-        for key in ("kvtally_itl_over_own", "kvtally_itl_best_over_own", "kvtally_itl_over_none_own"):
-            if key in busy.ratios:
+        for against in ("over_own", "median_over_own", "best_over_own", "over_none_own"):
+            if (key := f"kvtally_itl_{against}") in busy.ratios:
                 found.append(_at_most(f"busy.{shape}.{key}", busy.ratios[key], ITL_TARGET))
     return found
 

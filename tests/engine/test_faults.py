@@ -219,11 +219,11 @@ def test_a_lease_that_expires_in_the_queue_is_asked_for_again(scene: Scene) -> N
     """A lease must outlive the two steps from its answer to its load, and end before those who are ahead do: they take
     dozens of steps. The next one must not end just when they do."""
     prompt = scene.save(800, "queued")
+    alone, ahead = ([Prompt(TOKENS[LONG], salt=f"{name} {number}") for number in range(4)] for name in "ab")
     begun = time.monotonic()
-    scene.ask(*[Prompt(TOKENS[LONG], salt=f"as busy {number}") for number in range(4)])
+    scene.ask(*alone)
     scene.replace_store(lease_ms=round(700 * (time.monotonic() - begun)))
-    busy = [Prompt(TOKENS[LONG], salt=f"busy {number}") for number in range(4)]
-    assert scene.ask(*busy, prompt)[-1].cached_tokens > 0
+    assert scene.ask(*ahead, prompt)[-1].cached_tokens > 0
     # The second answer comes from memory, and says that nobody saved the prompt's last tokens.
     assert scene.reasons()[-1] in ("", MissReason.ABSENT)
 

@@ -21,14 +21,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_USE_FLASHINFER_SAMPLER="0",
-    VLLM_USE_BREAKABLE_CUDAGRAPH="1",  # CUDA graphs that need no compiler; nothing changes without graphs
-    VLLM_LOGGING_LEVEL="WARNING",
-)
+from kvtally.bench.gpu_engine import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT, VLLM_LOGGING_LEVEL="WARNING")
 
 HYBRID = {
     "architectures": ["Qwen3NextForCausalLM"],
