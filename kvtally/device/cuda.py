@@ -1,7 +1,7 @@
 """Copies between GPU memory and arena slots: see the package for the contract.
 
     load   slot ──bus: one copy──▶ stage ──pages: kernel──▶ engine's pages ──pages: kernel──▶ digests of what landed
-    save   engine's pages ──pages: kernel──▶ stage ──pages: kernel──▶ digests ──bus: one copy──▶ slot
+    save   engine's pages ──pages: kernel──▶ stage, and digests of what went there ──bus: one copy──▶ slot
 
 A *stage* is a buffer on the GPU that holds whole objects in the order of their bytes. What crosses the bus is large and
 contiguous whatever the size of a page, the copy engines do it, and the GPU's cores are busy only for the moment that
@@ -28,7 +28,7 @@ import torch
 from kvtally.core.checksum import LEAF_BYTES, checksum, leaf_count, root
 from kvtally.core.geometry import check_blocks, object_length
 from kvtally.device import Checksums, Move, Steps
-from kvtally.device.driver import Driver
+from kvtally.device.driver import POINTER_BYTES, Driver, Kernel
 from kvtally.device.pinning import PinnedArena
 from kvtally.device.units import LEAF_COLUMNS, SHORTEST_BYTES, Table, leaf_rows, unit_addresses, unit_bytes, unit_of
 from kvtally.shm import Mapping
@@ -47,6 +47,9 @@ FULL_PAUSE_S = 0.0006
 SHARED_PAUSE_S = 0.0008
 END_PAUSE_S = 0.0001
 
+NUMBER_BYTES = 4  # a whole number among a kernel's arguments
+NO_LEAVES: Table = np.empty((0, LEAF_COLUMNS), dtype=np.int64)
+
 try:
     from kvtally.device import kernels
 except ImportError:  # no Triton
@@ -54,10 +57,9 @@ except ImportError:  # no Triton
 
 
 class Tables(NamedTuple):
-    """What kernels read of a batch, one behind the other in one tensor: its units' addresses, those of what is hashed
+    """What kernels read of a batch, one behind the other in one table: its units' addresses, those of what is hashed
     (which may be the same), and its leaves."""
 
-    numbers: torch.Tensor
     size: int
     units: int
     hashed_at: int
@@ -166,6 +168,7 @@ class CudaCopies:
             self._out = Lane(device, SAVE_STAGES, self._stage_bytes)
             self._constants = kernels.constants(device) if self._uses_kernels else torch.empty(0)
             self._driver = Driver()
+            self._kernels: dict[tuple[object, ...], Kernel | None] = {}
             torch.cuda.synchronize(device)  # this memory may be what the engine had just let go of
 
     @property
@@ -178,11 +181,13 @@ class CudaCopies:
             return
         stage = self._out.stages[0]
         for unit in sorted(set(map(unit_of, sizes_bytes)) - {0}):
-            with torch.cuda.device(self._device), torch.cuda.stream(self._out.pages):
-                address = np.full(1, stage.address + stage.buffer.numel() // 2, dtype=np.int64)
-                tables = _fill(stage.table, address, None, leaf_rows(unit, 0, None, 0), on_gpu=False)
-                for into_stage in (True, False):
-                    self._launch(stage, unit, tables, into_stage=into_stage)
+            address = np.full(1, stage.address + stage.buffer.numel() // 2, dtype=np.int64)
+            tables = _fill(stage.table, address, None, leaf_rows(unit, 0, 0))
+            self._driver.enter()
+            self._upload(stage, tables, self._out.pages)
+            for into_stage in (True, False):
+                for leaves in (0, 1):
+                    self._launch(stage, unit, tables._replace(leaves=leaves), self._out.pages, into_stage=into_stage)
             self._out.pages.synchronize()
 
     # ---- the arena
@@ -298,35 +303,38 @@ class CudaCopies:
                 at += piece.nbytes
 
     def _queue(self, lane: Lane, memory: torch.Tensor, batch: Batch) -> None:
-        """All that is left to do for a batch. Tables of a load are uploaded on the bus, where no later copy goes first;
-        those of a save are read once for each unit and leaf, straight from the host's memory."""
+        """All that is left to do for a batch. Tables of a load are uploaded on the bus, where no later copy goes
+        first."""
         stage, is_load, driver = batch.stage, lane is self._in, self._driver
         bus, pages = lane.bus.cuda_stream, lane.pages.cuda_stream
         crossed, done = stage.crossed.cuda_event, stage.done.cuda_event
-        with torch.cuda.device(self._device), torch.cuda.stream(lane.pages):
-            driver.enter()
-            tables = self._tables(memory, batch, is_load=is_load) if batch.unit else None
-            if is_load:
-                if tables is not None:
-                    driver.copy(stage.table.there_at, stage.table.here_at, 8 * tables.size, bus)
-                driver.record(crossed, bus)
-                driver.wait(pages, crossed)
-            if tables is not None:
-                self._launch(stage, batch.unit, tables, into_stage=not is_load)
-            else:
+        driver.enter()
+        tables = self._tables(memory, batch, is_load=is_load) if batch.unit else None
+        if tables is not None:
+            self._upload(stage, tables, lane.bus if is_load else lane.pages)
+        if is_load:
+            driver.record(crossed, bus)
+            driver.wait(pages, crossed)
+        if tables is not None:
+            self._launch(stage, batch.unit, tables, lane.pages, into_stage=not is_load)
+        else:
+            with torch.cuda.device(self._device), torch.cuda.stream(lane.pages):
                 _copy_runs(memory, batch, into_stage=not is_load)
-            if tables is not None and tables.leaves:
-                driver.copy(stage.digests.here_at, stage.digests.there_at, 8 * tables.leaves, pages)
-            if not is_load:
-                driver.record(crossed, pages)
-                driver.wait(bus, crossed)
-                for part in batch.parts:
-                    self._cross(lane, stage, part)
-            driver.record(done, pages if is_load else bus)
+        if tables is not None and tables.leaves:
+            driver.copy(stage.digests.here_at, stage.digests.there_at, 8 * tables.leaves, pages)
+        if not is_load:
+            driver.record(crossed, pages)
+            driver.wait(bus, crossed)
+            for part in batch.parts:
+                self._cross(lane, stage, part)
+        driver.record(done, pages if is_load else bus)
+
+    def _upload(self, stage: Stage, tables: Tables, stream: torch.cuda.Stream) -> None:
+        self._driver.copy(stage.table.there_at, stage.table.here_at, 8 * tables.size, stream.cuda_stream)
 
     def _tables(self, memory: torch.Tensor, batch: Batch, *, is_load: bool) -> Tables:
-        """Where units lie, where what is hashed lies, and its leaves: what left is hashed in the stage, because it is
-        this that is saved; what came back where it landed, and in the stage what the engine did not want of it."""
+        """Where units lie, where what is hashed lies, and its leaves: what came back is hashed where it landed, and in
+        the stage what the engine did not want of it."""
         stage, unit, base = batch.stage, batch.unit, memory.data_ptr()
         units = np.concatenate(
             [
@@ -337,26 +345,46 @@ class CudaCopies:
         hashed = None
         if is_load and any(part.move.skip_blocks for part in batch.parts):
             hashed = np.where(units == 0, stage.address + np.arange(len(units)) * unit, units)
-        elif not is_load:
-            hashed = np.array([stage.address + part.start for part in batch.parts], dtype=np.int64)
-        rows, digest = [np.empty((0, LEAF_COLUMNS), dtype=np.int64)], 0
-        for number, part in enumerate(batch.parts):
-            if part.move.seed is None:
-                continue
-            first, size = (part.start // unit, unit) if is_load else (number, None)
-            rows.append(leaf_rows(part.length, first, size, digest))
+        rows, digest = [NO_LEAVES], 0
+        for part in batch.parts if any(part.move.seed is not None for part in batch.parts) else ():
+            rows.append(leaf_rows(part.length, part.start // unit, digest))
             digest += leaf_count(part.length)
         stage.digests.reserve(digest)
-        return _fill(stage.table, units, hashed, np.concatenate(rows), on_gpu=is_load)
+        return _fill(stage.table, units, hashed, np.concatenate(rows))
 
-    def _launch(self, stage: Stage, unit: int, tables: Tables, *, into_stage: bool) -> None:
-        """On the current stream: pages to the stage or back, and digests of what was saved or has landed."""
-        numbers, part = tables.numbers, min(unit, kernels.PART_BYTES)
-        kernels.copy_units[tables.units, unit // part](numbers, stage.buffer, unit, PART=part, INTO_BUFFER=into_stage)
+    def _launch(self, stage: Stage, unit: int, tables: Tables, stream: torch.cuda.Stream, *, into_stage: bool) -> None:
+        """Pages to the stage or back. What is saved is hashed on its way, so that what is saved is what was hashed: a
+        page may still be written to beyond the tokens it is saved for. What has come back is read again."""
+        there, buffer = stage.table.there, stage.buffer
+        if not (into_stage and tables.leaves):
+            part = min(unit, kernels.PART_BYTES)
+            grid = (tables.units, unit // part)
+            self._run("copy_units", grid, stream, (there, buffer), UNIT=unit, PART=part, INTO_BUFFER=into_stage)
         if tables.leaves:
-            kernels.leaf_digests[(tables.leaves,)](
-                numbers, tables.hashed_at, tables.leaves_at, self._constants, stage.digests.there, num_warps=1
-            )
+            numbers = (there, tables.hashed_at, tables.leaves_at, self._constants, stage.digests.there, buffer)
+            grid = (tables.leaves, 1)
+            self._run("leaf_digests", grid, stream, numbers, UNIT=unit, INTO_BUFFER=into_stage, num_warps=1)
+
+    def _run(
+        self,
+        name: str,
+        grid: tuple[int, int],
+        stream: torch.cuda.Stream,
+        arguments: Sequence[torch.Tensor | int],
+        **options: int,
+    ) -> None:
+        """A kernel: the first time by Triton, which compiles it, then by the driver, if that knows its parameters."""
+        key = (name, *options.values())
+        kernel = self._kernels.get(key)
+        if kernel is not None:
+            numbers = [value if isinstance(value, int) else value.data_ptr() for value in arguments]
+            kernel.launch(grid, stream.cuda_stream, numbers)
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            compiled = getattr(kernels, name)[grid](*arguments, **options)
+        if key not in self._kernels:
+            sizes = [NUMBER_BYTES if isinstance(value, int) else POINTER_BYTES for value in arguments]
+            self._kernels[key] = self._driver.kernel(compiled, sizes)
 
     def _is_done(self, batch: Batch) -> bool:
         self._driver.enter()
@@ -366,27 +394,24 @@ class CudaCopies:
         """A batch is done: its objects' checksums, and its stage is free again."""
         digest = 0
         for number, move, _, length in batch.parts:
-            if move.seed is None:
-                continue
-            if batch.unit:
-                count = leaf_count(length)
+            count = leaf_count(length)
+            if move.seed is not None and batch.unit:
                 checksums[number] = root(batch.stage.digest_bytes(digest, count), move.seed)
-                digest += count
-            else:
+            elif move.seed is not None:
                 checksums[number] = checksum(move.pieces, move.seed)
+            digest += count
         batch.stage.is_taken = False
 
 
-def _fill(table: Twins, units: Table, hashed: Table | None, leaves: Table, *, on_gpu: bool) -> Tables:
-    """These one behind the other in pinned memory, for kernels to read there or, once uploaded, on the GPU. `hashed`
-    None: the units."""
+def _fill(table: Twins, units: Table, hashed: Table | None, leaves: Table) -> Tables:
+    """These one behind the other in pinned memory, to be uploaded. `hashed` None: the units."""
     columns = [units, leaves.ravel()] if hashed is None else [units, hashed, leaves.ravel()]
     count = sum(map(len, columns))
     table.reserve(count)
     np.concatenate(columns, out=table.numbers[:count])
     leaves_at = count - leaves.size
     hashed_at = 0 if hashed is None else len(units)
-    return Tables(table.there if on_gpu else table.here, count, len(units), hashed_at, leaves_at, len(leaves))
+    return Tables(count, len(units), hashed_at, leaves_at, len(leaves))
 
 
 def _copy_runs(memory: torch.Tensor, batch: Batch, *, into_stage: bool) -> None:

@@ -1,15 +1,16 @@
-"""The few calls of NVIDIA's driver by which copies are queued, made without letting go of the interpreter.
+"""The few calls of NVIDIA's driver by which copies and kernels are queued, without letting go of the interpreter.
 
 The thread that queues copies shares its interpreter with the engine's. Every call of torch lets go of it and has to win
 it back, and each time the engine's thread pays more for that than the call takes. These calls take microseconds and
 never wait: copies are of pinned memory only (`cuda` has torch copy what is not). Owns nothing: streams and events are
-torch's, by their handles. Loads the driver's library, so nobody without a GPU makes a `Driver`.
+torch's, kernels are Triton's, by their handles. Loads the driver's library, so nobody without a GPU makes a `Driver`.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvtally.errors import IncompatibleError
 
@@ -18,6 +19,8 @@ Handle = ctypes.c_void_p
 
 LIBRARY = "libcuda.so.1"
 NOT_READY = 600
+WARP_THREADS = 32
+POINTER_BYTES = 8
 
 
 class Driver:
@@ -44,6 +47,13 @@ class Driver:
         self._wait = call("cuStreamWaitEvent", Handle, Handle, ctypes.c_uint)
         self._query = call("cuEventQuery", Handle)
         self._enter = call("cuCtxSetCurrent", Handle)
+        numbers = [ctypes.c_uint] * 7  # the grid's three sizes, a program's, and how much shared memory it has
+        self._launch = call("cuLaunchKernel", Handle, *numbers, Handle, Handle, Handle)
+        size = ctypes.POINTER(ctypes.c_size_t)
+        try:
+            self._parameter = call("cuFuncGetParamInfo", Handle, ctypes.c_size_t, size, size)
+        except AttributeError:  # a driver older than CUDA 12.4
+            self._parameter = lambda *_: NOT_READY
         self._context = Handle()
         _check(call("cuCtxGetCurrent", ctypes.POINTER(Handle))(ctypes.byref(self._context)))
 
@@ -67,6 +77,38 @@ class Driver:
         if code != NOT_READY:
             _check(code)
         return code == 0
+
+    def kernel(self, compiled: Any, sizes_bytes: Sequence[int]) -> Kernel | None:
+        """What Triton has compiled, for arguments of these sizes. None: its parameters are not what we know of them."""
+        function = getattr(compiled, "function", None)
+        found: list[int] = []
+        size, offset = ctypes.c_size_t(), ctypes.c_size_t()
+        while function and self._parameter(function, len(found), ctypes.byref(offset), ctypes.byref(size)) == 0:
+            found.append(size.value)
+        own = [POINTER_BYTES] * (len(found) - len(sizes_bytes))  # Triton's scratch memory, of which ours use none
+        if function is None or not found or found != [*sizes_bytes, *own]:
+            return None
+        return Kernel(self._launch, function, compiled.metadata, len(found))
+
+
+class Kernel:
+    """Launched again and again, each time with other arguments: addresses and whole numbers that are not negative."""
+
+    def __init__(self, launch: Callable[..., int], function: int, metadata: Any, parameters: int) -> None:
+        self._launch, self._function = launch, function
+        self._threads, self._shared_bytes = WARP_THREADS * metadata.num_warps, metadata.shared
+        self._values = (ctypes.c_uint64 * parameters)()  # the driver takes as much of each as its parameter is long
+        at, step = ctypes.addressof(self._values), ctypes.sizeof(ctypes.c_uint64)
+        self._places = (ctypes.c_void_p * parameters)(*range(at, at + step * parameters, step))
+
+    def launch(self, grid: tuple[int, int], stream: int, arguments: Sequence[int]) -> None:
+        self._values[: len(arguments)] = list(arguments)
+        columns, rows = grid
+        _check(
+            self._launch(
+                self._function, columns, rows, 1, self._threads, 1, 1, self._shared_bytes, stream, self._places, None
+            )
+        )
 
 
 def _check(code: int) -> None:

@@ -44,6 +44,7 @@ def _words(offset: int, count: int) -> tuple[int, ...]:
 # What `leaf_digests` reads: the secret's words, those for the last stripe, those of the merge, the accumulators' start.
 CONSTANTS = (*_words(0, 24), *_words(121, 8), *_words(11, 8), *START)
 LAST, MERGE, BEGIN = tl.constexpr(24), tl.constexpr(32), tl.constexpr(40)
+AHEAD = tl.constexpr(3)  # of the pages that are hashed, so many groups of blocks are under way at once
 
 
 def constants(device: torch.device) -> torch.Tensor:
@@ -52,17 +53,17 @@ def constants(device: torch.device) -> torch.Tensor:
 
 
 @triton.jit
-def copy_units(table, buffer, unit_bytes, PART: tl.constexpr, INTO_BUFFER: tl.constexpr):
-    """Unit i, where `table[i]` says, and `buffer[i * unit_bytes]`: one becomes the other. Address 0: neither."""
+def copy_units(table, buffer, UNIT: tl.constexpr, PART: tl.constexpr, INTO_BUFFER: tl.constexpr):
+    """Unit i, where `table[i]` says, and `buffer[i * UNIT]`: one becomes the other. Address 0: neither."""
     unit = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1) * PART
     start = tl.load(table + unit)
     if start == 0:
         return
-    address = tl.multiple_of(start + part, 16)
     words = tl.arange(0, PART // 8)
-    page = address.to(tl.pointer_type(tl.int64)) + words
-    place = (buffer + tl.multiple_of(unit * unit_bytes + part, 16)).to(tl.pointer_type(tl.int64)) + words
+    # What is told of alignment is told of pointers: Triton forgets what it knew of the integers they were made of.
+    page = tl.multiple_of((start + part).to(tl.pointer_type(tl.int64)), 16) + words
+    place = tl.multiple_of((buffer + unit * UNIT + part).to(tl.pointer_type(tl.int64)), 16) + words
     if INTO_BUFFER:
         tl.store(place, tl.load(page))
     else:
@@ -70,13 +71,20 @@ def copy_units(table, buffer, unit_bytes, PART: tl.constexpr, INTO_BUFFER: tl.co
 
 
 @triton.jit
-def _pairs(table, offset, shift, stripes, mask, STRIPES: tl.constexpr):
-    """The even and the odd words of some stripes of the object."""
-    at = offset + stripes * 64
-    base = tl.load(table + (at >> shift), mask=mask, other=0) + (at & ((1 << shift) - 1))
-    address = tl.multiple_of(base, 16)[:, None] + tl.arange(0, 8)[None, :] * 8
-    words = tl.load(address.to(tl.pointer_type(tl.uint64)), mask=mask[:, None], other=0)
-    return tl.split(tl.reshape(words, (STRIPES, 4, 2)))
+def _stripes(table, offset, place, mask, UNIT: tl.constexpr, INTO_BUFFER: tl.constexpr):
+    """The even and the odd words of sixteen stripes of the object; copied in passing if that is wanted."""
+    if UNIT >= 1024:  # they lie in one piece
+        start = tl.load(table + offset // UNIT) + offset % UNIT
+        pointers = tl.multiple_of(start.to(tl.pointer_type(tl.uint64)), 16) + tl.arange(0, 16)[:, None] * 8
+    else:
+        at = offset + tl.arange(0, 16) * 64
+        start = tl.load(table + at // UNIT, mask=mask, other=0) + at % UNIT
+        pointers = tl.multiple_of(start.to(tl.pointer_type(tl.uint64)), 16)[:, None]
+    words = tl.load(pointers + tl.arange(0, 8)[None, :], mask=mask[:, None], other=0)
+    if INTO_BUFFER:
+        place = tl.multiple_of((place + offset).to(tl.pointer_type(tl.uint64)), 16)
+        tl.store(place + tl.arange(0, 16)[:, None] * 8 + tl.arange(0, 8)[None, :], words, mask=mask[:, None])
+    return tl.split(tl.reshape(words, (16, 4, 2)))
 
 
 @triton.jit
@@ -97,52 +105,59 @@ def _scrambled(total, secret, prime):
     return ((total ^ (total >> 47)) ^ secret) * prime
 
 
+@triton.jit
+def _block(sums, words, keys, scrambles):
+    """A block, which is 1 KiB, is added to the accumulators, and these are scrambled."""
+    sum0, sum1 = _mixed(sums[0], sums[1], words[0], words[1], keys[0], keys[1])
+    prime = tl.full((4,), 0x9E3779B1, tl.uint64)
+    return _scrambled(sum0, scrambles[0], prime), _scrambled(sum1, scrambles[1], prime)
+
+
 @triton.jit(do_not_specialize=["addresses_at", "leaves_at"])
-def leaf_digests(table, addresses_at, leaves_at, constant, digests):
+def leaf_digests(
+    table, addresses_at, leaves_at, constant, digests, buffer, UNIT: tl.constexpr, INTO_BUFFER: tl.constexpr
+):
     """Leaf i: row i of `table`, from `leaves_at` on, holds the index of its object's first address, counted from
-    `addresses_at`, its offset in the object, its length, the logarithm of `unit_bytes`, where its digest goes, and its
-    length times PRIME64_1."""
-    row = table + leaves_at + tl.program_id(0) * 6
-    table += addresses_at + tl.load(row)
+    `addresses_at`, its offset in the object, its length, where its digest goes, and its length times PRIME64_1. With
+    `INTO_BUFFER` each unit is also copied to where `copy_units` would: what is hashed is what was copied."""
+    row = table + leaves_at + tl.program_id(0) * 5
+    first = tl.load(row)
+    table += addresses_at + first
+    place = buffer + first * UNIT
     offset = tl.load(row + 1)
     length = tl.load(row + 2)
-    shift = tl.load(row + 3)
     constant = constant.to(tl.pointer_type(tl.uint64))
     stripes = tl.arange(0, 16)
     pair = tl.arange(0, 4) * 2
     every = stripes >= 0
     secret = constant + stripes[:, None] + pair[None, :]
-    key0, key1 = tl.load(secret), tl.load(secret + 1)
-    scramble0, scramble1 = tl.load(constant + 16 + pair), tl.load(constant + 17 + pair)
-    sum0, sum1 = tl.load(constant + BEGIN + pair), tl.load(constant + BEGIN + 1 + pair)
-    prime = tl.full((4,), 0x9E3779B1, tl.uint64)
+    keys = tl.load(secret), tl.load(secret + 1)
+    scrambles = tl.load(constant + 16 + pair), tl.load(constant + 17 + pair)
+    sums = tl.load(constant + BEGIN + pair), tl.load(constant + BEGIN + 1 + pair)
     blocks = (length - 1) // 1024
-    # Four blocks are asked for at once: memory answers all of them in the time of one.
-    for group in range(blocks // 4):
+    # Four blocks at once, and the next ones are under way by then: memory answers all of them in the time of one.
+    for group in tl.range(blocks // 4, num_stages=AHEAD):
         at = offset + group * 4096
-        even0, odd0 = _pairs(table, at, shift, stripes, every, 16)
-        even1, odd1 = _pairs(table, at + 1024, shift, stripes, every, 16)
-        even2, odd2 = _pairs(table, at + 2048, shift, stripes, every, 16)
-        even3, odd3 = _pairs(table, at + 3072, shift, stripes, every, 16)
-        sum0, sum1 = _mixed(sum0, sum1, even0, odd0, key0, key1)
-        sum0, sum1 = _scrambled(sum0, scramble0, prime), _scrambled(sum1, scramble1, prime)
-        sum0, sum1 = _mixed(sum0, sum1, even1, odd1, key0, key1)
-        sum0, sum1 = _scrambled(sum0, scramble0, prime), _scrambled(sum1, scramble1, prime)
-        sum0, sum1 = _mixed(sum0, sum1, even2, odd2, key0, key1)
-        sum0, sum1 = _scrambled(sum0, scramble0, prime), _scrambled(sum1, scramble1, prime)
-        sum0, sum1 = _mixed(sum0, sum1, even3, odd3, key0, key1)
-        sum0, sum1 = _scrambled(sum0, scramble0, prime), _scrambled(sum1, scramble1, prime)
+        words0 = _stripes(table, at, place, every, UNIT, INTO_BUFFER)
+        words1 = _stripes(table, at + 1024, place, every, UNIT, INTO_BUFFER)
+        words2 = _stripes(table, at + 2048, place, every, UNIT, INTO_BUFFER)
+        words3 = _stripes(table, at + 3072, place, every, UNIT, INTO_BUFFER)
+        sums = _block(sums, words0, keys, scrambles)
+        sums = _block(sums, words1, keys, scrambles)
+        sums = _block(sums, words2, keys, scrambles)
+        sums = _block(sums, words3, keys, scrambles)
     for block in range(blocks // 4 * 4, blocks):
-        even, odd = _pairs(table, offset + block * 1024, shift, stripes, every, 16)
-        sum0, sum1 = _mixed(sum0, sum1, even, odd, key0, key1)
-        sum0, sum1 = _scrambled(sum0, scramble0, prime), _scrambled(sum1, scramble1, prime)
+        words = _stripes(table, offset + block * 1024, place, every, UNIT, INTO_BUFFER)
+        sums = _block(sums, words, keys, scrambles)
     # What is left, except the last stripe; masked words are 0, and so must be what they are mixed with.
-    rest = stripes < (length - 1 - blocks * 1024) // 64
-    even, odd = _pairs(table, offset + blocks * 1024, shift, stripes, rest, 16)
     zero = tl.zeros((16, 4), tl.uint64)
-    sum0, sum1 = _mixed(sum0, sum1, even, odd, tl.where(rest[:, None], key0, zero), tl.where(rest[:, None], key1, zero))
+    rest = stripes < (length - 1 - blocks * 1024) // 64
+    even, odd = _stripes(table, offset + blocks * 1024, place, rest, UNIT, INTO_BUFFER)
+    sum0, sum1 = _mixed(
+        sums[0], sums[1], even, odd, tl.where(rest[:, None], keys[0], zero), tl.where(rest[:, None], keys[1], zero)
+    )
     last = stripes < 1
-    even, odd = _pairs(table, offset + length - 64, shift, stripes, last, 16)
+    even, odd = _stripes(table, offset + length - 64, place, last, UNIT, INTO_BUFFER)
     end = constant + LAST + pair[None, :] + stripes[:, None] * 0
     sum0, sum1 = _mixed(
         sum0, sum1, even, odd,
@@ -150,8 +165,8 @@ def leaf_digests(table, addresses_at, leaves_at, constant, digests):
     )  # fmt: skip
     left, right = sum0 ^ tl.load(constant + MERGE + pair), sum1 ^ tl.load(constant + MERGE + 1 + pair)
     folded = tl.sum((left * right) ^ tl.umulhi(left, right), axis=0)
-    digest = tl.load((row + 5).to(tl.pointer_type(tl.uint64))) + folded
+    digest = tl.load((row + 4).to(tl.pointer_type(tl.uint64))) + folded
     digest ^= digest >> 37
     digest *= 0x165667919E3779F9
     digest ^= digest >> 32
-    tl.store(digests.to(tl.pointer_type(tl.uint64)) + tl.load(row + 4), digest)
+    tl.store(digests.to(tl.pointer_type(tl.uint64)) + tl.load(row + 3), digest)

@@ -19,8 +19,7 @@ SHORTEST_BYTES = 256  # of a unit: smaller ones would make the table a good part
 LONGEST_BYTES = 64 * 1024
 ALIGNMENT_BYTES = 16  # what one thread loads at once
 LENGTH_PRIME = np.uint64(0x9E3779B185EBCA87)  # xxh3 mixes an input's length with it
-LEAF_COLUMNS = 6
-ONE_PIECE = 62  # logarithm of a unit that is longer than any object: its one address is the object's
+LEAF_COLUMNS = 5
 
 Table = NDArray[np.int64]
 
@@ -56,26 +55,22 @@ def unit_addresses(layout: GroupLayout, block_ids: Sequence[int], skip_blocks: i
     return np.where(first == 0, 0, first + within * unit)
 
 
-def leaf_rows(length_bytes: int, first_address: int, unit: int | None, first_digest: int) -> Table:
-    """The leaves of an object whose addresses begin at this index of the table, as `kernels.leaf_digests` reads them.
-
-    `unit` None: the object lies in one piece, with one address.
-    """
-    rows = _leaf_rows(length_bytes, unit).copy()
+def leaf_rows(length_bytes: int, first_address: int, first_digest: int) -> Table:
+    """The leaves of an object whose addresses begin at this index of the table, as `leaf_digests` reads them."""
+    rows = _leaf_rows(length_bytes).copy()
     rows[:, 0] = first_address
-    rows[:, 4] += first_digest
+    rows[:, 3] += first_digest
     return rows
 
 
 @lru_cache(maxsize=64)
-def _leaf_rows(length_bytes: int, unit: int | None) -> Table:
+def _leaf_rows(length_bytes: int) -> Table:
     """Of an object that comes first. Objects have few lengths."""
     count = leaf_count(length_bytes)
     rows = np.zeros((count, LEAF_COLUMNS), dtype=np.int64)
     rows[:, 1] = np.arange(count) * LEAF_BYTES
     rows[:, 2] = LEAF_BYTES
     rows[-1, 2] = length_bytes - (count - 1) * LEAF_BYTES
-    rows[:, 3] = ONE_PIECE if unit is None else unit.bit_length() - 1
-    rows[:, 4] = np.arange(count)
-    rows[:, 5] = (rows[:, 2].astype(np.uint64) * LENGTH_PRIME).astype(np.int64)
+    rows[:, 3] = np.arange(count)
+    rows[:, 4] = (rows[:, 2].astype(np.uint64) * LENGTH_PRIME).astype(np.int64)
     return rows

@@ -29,27 +29,33 @@ for unit, units, lengths in ((256, 300, (256, 512, 1_280, 76_800)), (4096, 144, 
     table = torch.from_numpy(pages.ctypes.data + order.astype(np.int64) * unit)
     content = pages[order].tobytes()
 
-    rows = [leaf_rows(length, 0, unit, 0) for length in lengths]
+    rows = [leaf_rows(length, 0, 0) for length in lengths]
     counts = [len(part) for part in rows]
     for first, part in zip(np.cumsum([0, *counts]), rows):
-        part[:, 4] += first
+        part[:, 3] += first
     leaves = np.concatenate(rows)
     digests = torch.zeros(len(leaves), dtype=torch.int64)
     tables = torch.cat([torch.zeros(3, dtype=torch.int64), table, torch.from_numpy(leaves.ravel())])
-    kernels.leaf_digests[(len(leaves),)](
-        tables, 3, 3 + len(table), kernels.constants(torch.device("cpu")), digests
-    )
     expected = [xxhash.xxh3_64_intdigest(content[offset : offset + size]) for offset, size in leaves[:, 1:3].tolist()]
-    assert [value % 2**64 for value in digests.tolist()] == expected, unit
+    constants = kernels.constants(torch.device("cpu"))
+    for copied in (False, True):
+        buffer = torch.zeros(units * unit, dtype=torch.uint8)
+        digests.zero_()
+        kernels.leaf_digests[(len(leaves),)](
+            tables, 3, 3 + len(table), constants, digests, buffer, UNIT=unit, INTO_BUFFER=copied
+        )
+        assert [value % 2**64 for value in digests.tolist()] == expected, unit
+        longest = max(lengths) if copied else 0
+        assert buffer.numpy().tobytes() == content[:longest] + bytes(units * unit - longest)
 
     part = min(unit, 1024)
     buffer = torch.zeros(units * unit, dtype=torch.uint8)
-    kernels.copy_units[(units, unit // part)](table, buffer, unit, PART=part, INTO_BUFFER=True)
+    kernels.copy_units[(units, unit // part)](table, buffer, UNIT=unit, PART=part, INTO_BUFFER=True)
     assert buffer.numpy().tobytes() == content
     before = pages.copy()
     table[3] = 0  # a gap: left alone
     buffer ^= 0xFF
-    kernels.copy_units[(units, unit // part)](table, buffer, unit, PART=part, INTO_BUFFER=False)
+    kernels.copy_units[(units, unit // part)](table, buffer, UNIT=unit, PART=part, INTO_BUFFER=False)
     before[np.delete(order, 3)] ^= 0xFF
     assert np.array_equal(pages, before)
 print("same")
@@ -77,6 +83,7 @@ class Driver:
     def record(self, event, stream): event.record()
     def wait(self, stream, event): pass
     def is_done(self, event): event.looks -= 1; return event.looks < 0
+    def kernel(self, compiled, sizes): return None
 
 class Runtime:
     cudaHostRegister = cudaHostUnregister = staticmethod(lambda *_: 0)

@@ -7,10 +7,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtally.core.checksum import LEAF_BYTES, checksum, root
+from kvtally.core.checksum import checksum, root
 from kvtally.core.geometry import GroupLayout, LayerView, object_length, runs
 from kvtally.core.namespace import GroupKind, GroupSpec
-from kvtally.device.units import ONE_PIECE, SHORTEST_BYTES, leaf_rows, unit_addresses, unit_bytes
+from kvtally.device.units import SHORTEST_BYTES, leaf_rows, unit_addresses, unit_bytes
 
 BASE = 0x7000_0000_0000
 
@@ -70,15 +70,13 @@ def test_memory_that_threads_cannot_load_at_once_has_no_units() -> None:
 @given(st.integers(1, 40).map(lambda n: n * 4096 * 13), st.integers(0, 9), st.integers(0, 9))
 def test_leaves_are_those_of_the_checksum(length: int, first: int, digest: int) -> None:
     data = np.random.default_rng(length).integers(0, 256, length, np.uint8).tobytes()
-    rows = leaf_rows(length, first, 4096, digest)
+    rows = leaf_rows(length, first, digest)
     assert set(rows[:, 0].tolist()) == {first}
-    assert set(rows[:, 3].tolist()) == {12}
-    assert rows[:, 4].tolist() == list(range(digest, digest + len(rows)))
+    assert rows[:, 3].tolist() == list(range(digest, digest + len(rows)))
     leaves = [data[offset : offset + size] for offset, size in rows[:, 1:3].tolist()]
     assert b"".join(leaves) == data
     digests = b"".join(xxhash.xxh3_64_intdigest(leaf).to_bytes(8, "little") for leaf in leaves)
     assert root(digests, 7) == checksum([memoryview(data)], 7)
-    assert [value % 2**64 for value in rows[:, 5].tolist()] == [
+    assert [value % 2**64 for value in rows[:, 4].tolist()] == [
         len(leaf) * 0x9E3779B185EBCA87 % 2**64 for leaf in leaves
     ]
-    assert leaf_rows(LEAF_BYTES, 0, None, 0)[0, 3] == ONE_PIECE
