@@ -1,6 +1,6 @@
 """Copies between GPU memory and arena slots: see the package for the contract.
 
-    load   slot ──bus: one copy──▶ stage ──pages: kernel──▶ engine's pages ──pages: kernel──▶ digests of what landed
+    load   slot ──bus: one copy──▶ stage ──pages: kernel──▶ engine's pages, and digests of what went there
     save   engine's pages ──pages: kernel──▶ stage, and digests of what went there ──bus: one copy──▶ slot
 
 A *stage* is a buffer on the GPU that holds whole objects in the order of their bytes. What crosses the bus is large and
@@ -57,14 +57,14 @@ except ImportError:  # no Triton
 
 
 class Tables(NamedTuple):
-    """What kernels read of a batch, one behind the other in one table: its units' addresses, those of what is hashed
-    (which may be the same), and its leaves."""
+    """What kernels read of a batch, one behind the other in one table: so many addresses of units, so many leaves."""
 
-    size: int
     units: int
-    hashed_at: int
-    leaves_at: int
     leaves: int
+
+    @property
+    def size(self) -> int:
+        return self.units + LEAF_COLUMNS * self.leaves
 
 
 class Twins:
@@ -182,12 +182,12 @@ class CudaCopies:
         stage = self._out.stages[0]
         for unit in sorted(set(map(unit_of, sizes_bytes)) - {0}):
             address = np.full(1, stage.address + stage.buffer.numel() // 2, dtype=np.int64)
-            tables = _fill(stage.table, address, None, leaf_rows(unit, 0, 0))
             self._driver.enter()
-            self._upload(stage, tables, self._out.pages)
-            for into_stage in (True, False):
-                for leaves in (0, 1):
-                    self._launch(stage, unit, tables._replace(leaves=leaves), self._out.pages, into_stage=into_stage)
+            for leaves in (NO_LEAVES, leaf_rows(unit, 0, 0)):
+                tables = _fill(stage.table, address, leaves)
+                self._upload(stage, tables, self._out.pages)
+                for into_stage in (True, False):
+                    self._launch(stage, unit, tables, self._out.pages, into_stage=into_stage)
             self._out.pages.synchronize()
 
     # ---- the arena
@@ -309,7 +309,7 @@ class CudaCopies:
         bus, pages = lane.bus.cuda_stream, lane.pages.cuda_stream
         crossed, done = stage.crossed.cuda_event, stage.done.cuda_event
         driver.enter()
-        tables = self._tables(memory, batch, is_load=is_load) if batch.unit else None
+        tables = self._tables(memory, batch) if batch.unit else None
         if tables is not None:
             self._upload(stage, tables, lane.bus if is_load else lane.pages)
         if is_load:
@@ -332,38 +332,33 @@ class CudaCopies:
     def _upload(self, stage: Stage, tables: Tables, stream: torch.cuda.Stream) -> None:
         self._driver.copy(stage.table.there_at, stage.table.here_at, 8 * tables.size, stream.cuda_stream)
 
-    def _tables(self, memory: torch.Tensor, batch: Batch, *, is_load: bool) -> Tables:
-        """Where units lie, where what is hashed lies, and its leaves: what came back is hashed where it landed, and in
-        the stage what the engine did not want of it."""
-        stage, unit, base = batch.stage, batch.unit, memory.data_ptr()
+    def _tables(self, memory: torch.Tensor, batch: Batch) -> Tables:
+        unit, base = batch.unit, memory.data_ptr()
         units = np.concatenate(
             [
                 unit_addresses(part.move.layout, part.move.block_ids, part.move.skip_blocks, base, unit)
                 for part in batch.parts
             ]
         )
-        hashed = None
-        if is_load and any(part.move.skip_blocks for part in batch.parts):
-            hashed = np.where(units == 0, stage.address + np.arange(len(units)) * unit, units)
         rows, digest = [NO_LEAVES], 0
         for part in batch.parts if any(part.move.seed is not None for part in batch.parts) else ():
             rows.append(leaf_rows(part.length, part.start // unit, digest))
             digest += leaf_count(part.length)
-        stage.digests.reserve(digest)
-        return _fill(stage.table, units, hashed, np.concatenate(rows))
+        batch.stage.digests.reserve(digest)
+        return _fill(batch.stage.table, units, np.concatenate(rows))
 
     def _launch(self, stage: Stage, unit: int, tables: Tables, stream: torch.cuda.Stream, *, into_stage: bool) -> None:
-        """Pages to the stage or back. What is saved is hashed on its way, so that what is saved is what was hashed: a
-        page may still be written to beyond the tokens it is saved for. What has come back is read again."""
+        """Pages to the stage or back, with digests if there are leaves. What is hashed is what is copied: a page that
+        is saved may still be written to beyond the tokens it is saved for."""
         there, buffer = stage.table.there, stage.buffer
-        if not (into_stage and tables.leaves):
+        if tables.leaves:
+            numbers = (there, tables.units, self._constants, stage.digests.there, buffer)
+            grid = (tables.leaves, 1)
+            self._run("copy_hashed", grid, stream, numbers, UNIT=unit, INTO_BUFFER=into_stage, num_warps=2)
+        else:
             part = min(unit, kernels.PART_BYTES)
             grid = (tables.units, unit // part)
             self._run("copy_units", grid, stream, (there, buffer), UNIT=unit, PART=part, INTO_BUFFER=into_stage)
-        if tables.leaves:
-            numbers = (there, tables.hashed_at, tables.leaves_at, self._constants, stage.digests.there, buffer)
-            grid = (tables.leaves, 1)
-            self._run("leaf_digests", grid, stream, numbers, UNIT=unit, INTO_BUFFER=into_stage, num_warps=1)
 
     def _run(
         self,
@@ -403,15 +398,12 @@ class CudaCopies:
         batch.stage.is_taken = False
 
 
-def _fill(table: Twins, units: Table, hashed: Table | None, leaves: Table) -> Tables:
-    """These one behind the other in pinned memory, to be uploaded. `hashed` None: the units."""
-    columns = [units, leaves.ravel()] if hashed is None else [units, hashed, leaves.ravel()]
-    count = sum(map(len, columns))
-    table.reserve(count)
-    np.concatenate(columns, out=table.numbers[:count])
-    leaves_at = count - leaves.size
-    hashed_at = 0 if hashed is None else len(units)
-    return Tables(count, len(units), hashed_at, leaves_at, len(leaves))
+def _fill(table: Twins, units: Table, leaves: Table) -> Tables:
+    """These one behind the other in pinned memory, to be uploaded."""
+    tables = Tables(len(units), len(leaves))
+    table.reserve(tables.size)
+    np.concatenate([units, leaves.ravel()], out=table.numbers[: tables.size])
+    return tables
 
 
 def _copy_runs(memory: torch.Tensor, batch: Batch, *, into_stage: bool) -> None:

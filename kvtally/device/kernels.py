@@ -71,19 +71,26 @@ def copy_units(table, buffer, UNIT: tl.constexpr, PART: tl.constexpr, INTO_BUFFE
 
 
 @triton.jit
-def _stripes(table, offset, place, mask, UNIT: tl.constexpr, INTO_BUFFER: tl.constexpr):
-    """The even and the odd words of sixteen stripes of the object; copied in passing if that is wanted."""
+def _stripes(table, buffer, offset, mask, UNIT: tl.constexpr, INTO_BUFFER: tl.constexpr):
+    """Sixteen stripes of the object are copied; answers their even and their odd words."""
+    row = tl.arange(0, 16)[:, None] * 8
+    word = tl.arange(0, 8)[None, :]
+    place = tl.multiple_of((buffer + offset).to(tl.pointer_type(tl.uint64)), 16) + row + word
     if UNIT >= 1024:  # they lie in one piece
-        start = tl.load(table + offset // UNIT) + offset % UNIT
-        pointers = tl.multiple_of(start.to(tl.pointer_type(tl.uint64)), 16) + tl.arange(0, 16)[:, None] * 8
+        start = tl.load(table + offset // UNIT)
+        page = tl.multiple_of((start + offset % UNIT).to(tl.pointer_type(tl.uint64)), 16) + row + word
+        is_wanted = tl.where(start != 0, mask, False)
     else:
         at = offset + tl.arange(0, 16) * 64
-        start = tl.load(table + at // UNIT, mask=mask, other=0) + at % UNIT
-        pointers = tl.multiple_of(start.to(tl.pointer_type(tl.uint64)), 16)[:, None]
-    words = tl.load(pointers + tl.arange(0, 8)[None, :], mask=mask[:, None], other=0)
+        start = tl.load(table + at // UNIT, mask=mask, other=0)
+        page = tl.multiple_of((start + at % UNIT).to(tl.pointer_type(tl.uint64)), 16)[:, None] + word
+        is_wanted = mask & (start != 0)
     if INTO_BUFFER:
-        place = tl.multiple_of((place + offset).to(tl.pointer_type(tl.uint64)), 16)
-        tl.store(place + tl.arange(0, 16)[:, None] * 8 + tl.arange(0, 8)[None, :], words, mask=mask[:, None])
+        words = tl.load(page, mask=mask[:, None], other=0)
+        tl.store(place, words, mask=mask[:, None])
+    else:
+        words = tl.load(place, mask=mask[:, None], other=0)
+        tl.store(page, words, mask=is_wanted[:, None])
     return tl.split(tl.reshape(words, (16, 4, 2)))
 
 
@@ -113,17 +120,15 @@ def _block(sums, words, keys, scrambles):
     return _scrambled(sum0, scrambles[0], prime), _scrambled(sum1, scrambles[1], prime)
 
 
-@triton.jit(do_not_specialize=["addresses_at", "leaves_at"])
-def leaf_digests(
-    table, addresses_at, leaves_at, constant, digests, buffer, UNIT: tl.constexpr, INTO_BUFFER: tl.constexpr
-):
-    """Leaf i: row i of `table`, from `leaves_at` on, holds the index of its object's first address, counted from
-    `addresses_at`, its offset in the object, its length, where its digest goes, and its length times PRIME64_1. With
-    `INTO_BUFFER` each unit is also copied to where `copy_units` would: what is hashed is what was copied."""
+@triton.jit(do_not_specialize=["leaves_at"])
+def copy_hashed(table, leaves_at, constant, digests, buffer, UNIT: tl.constexpr, INTO_BUFFER: tl.constexpr):
+    """As `copy_units`, leaf by leaf, with the digests of what is copied. Row i of `table`, from `leaves_at` on, holds
+    for leaf i the index of its object's first unit, its offset in the object, its length, where its digest goes, and
+    its length times PRIME64_1."""
     row = table + leaves_at + tl.program_id(0) * 5
     first = tl.load(row)
-    table += addresses_at + first
-    place = buffer + first * UNIT
+    table += first
+    buffer += first * UNIT
     offset = tl.load(row + 1)
     length = tl.load(row + 2)
     constant = constant.to(tl.pointer_type(tl.uint64))
@@ -138,26 +143,26 @@ def leaf_digests(
     # Four blocks at once, and the next ones are under way by then: memory answers all of them in the time of one.
     for group in tl.range(blocks // 4, num_stages=AHEAD):
         at = offset + group * 4096
-        words0 = _stripes(table, at, place, every, UNIT, INTO_BUFFER)
-        words1 = _stripes(table, at + 1024, place, every, UNIT, INTO_BUFFER)
-        words2 = _stripes(table, at + 2048, place, every, UNIT, INTO_BUFFER)
-        words3 = _stripes(table, at + 3072, place, every, UNIT, INTO_BUFFER)
+        words0 = _stripes(table, buffer, at, every, UNIT, INTO_BUFFER)
+        words1 = _stripes(table, buffer, at + 1024, every, UNIT, INTO_BUFFER)
+        words2 = _stripes(table, buffer, at + 2048, every, UNIT, INTO_BUFFER)
+        words3 = _stripes(table, buffer, at + 3072, every, UNIT, INTO_BUFFER)
         sums = _block(sums, words0, keys, scrambles)
         sums = _block(sums, words1, keys, scrambles)
         sums = _block(sums, words2, keys, scrambles)
         sums = _block(sums, words3, keys, scrambles)
     for block in range(blocks // 4 * 4, blocks):
-        words = _stripes(table, offset + block * 1024, place, every, UNIT, INTO_BUFFER)
+        words = _stripes(table, buffer, offset + block * 1024, every, UNIT, INTO_BUFFER)
         sums = _block(sums, words, keys, scrambles)
     # What is left, except the last stripe; masked words are 0, and so must be what they are mixed with.
     zero = tl.zeros((16, 4), tl.uint64)
     rest = stripes < (length - 1 - blocks * 1024) // 64
-    even, odd = _stripes(table, offset + blocks * 1024, place, rest, UNIT, INTO_BUFFER)
+    even, odd = _stripes(table, buffer, offset + blocks * 1024, rest, UNIT, INTO_BUFFER)
     sum0, sum1 = _mixed(
         sums[0], sums[1], even, odd, tl.where(rest[:, None], keys[0], zero), tl.where(rest[:, None], keys[1], zero)
     )
     last = stripes < 1
-    even, odd = _stripes(table, offset + length - 64, place, last, UNIT, INTO_BUFFER)
+    even, odd = _stripes(table, buffer, offset + length - 64, last, UNIT, INTO_BUFFER)
     end = constant + LAST + pair[None, :] + stripes[:, None] * 0
     sum0, sum1 = _mixed(
         sum0, sum1, even, odd,

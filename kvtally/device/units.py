@@ -56,7 +56,7 @@ def unit_addresses(layout: GroupLayout, block_ids: Sequence[int], skip_blocks: i
 
 
 def leaf_rows(length_bytes: int, first_address: int, first_digest: int) -> Table:
-    """The leaves of an object whose addresses begin at this index of the table, as `leaf_digests` reads them."""
+    """The leaves of an object whose addresses begin at this index of the table, as `copy_hashed` reads them."""
     rows = _leaf_rows(length_bytes).copy()
     rows[:, 0] = first_address
     rows[:, 3] += first_digest

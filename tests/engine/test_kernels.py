@@ -35,29 +35,37 @@ for unit, units, lengths in ((256, 300, (256, 512, 1_280, 76_800)), (4096, 144, 
         part[:, 3] += first
     leaves = np.concatenate(rows)
     digests = torch.zeros(len(leaves), dtype=torch.int64)
-    tables = torch.cat([torch.zeros(3, dtype=torch.int64), table, torch.from_numpy(leaves.ravel())])
-    expected = [xxhash.xxh3_64_intdigest(content[offset : offset + size]) for offset, size in leaves[:, 1:3].tolist()]
+    tables = torch.cat([table, torch.from_numpy(leaves.ravel())])
     constants = kernels.constants(torch.device("cpu"))
-    for copied in (False, True):
-        buffer = torch.zeros(units * unit, dtype=torch.uint8)
+    expected = [xxhash.xxh3_64_intdigest(content[offset : offset + size]) for offset, size in leaves[:, 1:3].tolist()]
+    buffer = torch.zeros(units * unit, dtype=torch.uint8)
+
+    def hashed(**options):
         digests.zero_()
-        kernels.leaf_digests[(len(leaves),)](
-            tables, 3, 3 + len(table), constants, digests, buffer, UNIT=unit, INTO_BUFFER=copied
-        )
-        assert [value % 2**64 for value in digests.tolist()] == expected, unit
-        longest = max(lengths) if copied else 0
-        assert buffer.numpy().tobytes() == content[:longest] + bytes(units * unit - longest)
+        kernels.copy_hashed[(len(leaves),)](tables, units, constants, digests, buffer, UNIT=unit, **options)
+        return [value % 2**64 for value in digests.tolist()]
+
+    assert hashed(INTO_BUFFER=True) == expected, unit
+    longest = max(lengths)
+    assert buffer.numpy().tobytes() == content[:longest] + bytes(units * unit - longest)
 
     part = min(unit, 1024)
-    buffer = torch.zeros(units * unit, dtype=torch.uint8)
     kernels.copy_units[(units, unit // part)](table, buffer, UNIT=unit, PART=part, INTO_BUFFER=True)
     assert buffer.numpy().tobytes() == content
     before = pages.copy()
-    table[3] = 0  # a gap: left alone
+    table[3] = tables[3] = 0  # a gap: left alone
     buffer ^= 0xFF
     kernels.copy_units[(units, unit // part)](table, buffer, UNIT=unit, PART=part, INTO_BUFFER=False)
     before[np.delete(order, 3)] ^= 0xFF
     assert np.array_equal(pages, before)
+
+    pages[order] = 0
+    buffer ^= 0xFF
+    assert hashed(INTO_BUFFER=False) == expected, unit  # what is in the buffer, the gap too
+    after = np.frombuffer(content, np.uint8).reshape(units, unit).copy()
+    after[3] = 0
+    after.reshape(-1)[longest:] = 0
+    assert np.array_equal(pages[order], after)
 print("same")
 """
 
