@@ -264,6 +264,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM calls this first in every step. What finished requests left behind is saved now, not after the step's
         forward: somebody may be waiting for a hand-off, and a step can take long."""
         if self._worker is not None and isinstance(kv_connector_metadata, Metadata):
+            self._worker.prepare()
             self._worker.save(kv_connector_metadata.late_saves)
 
     @edge(lambda: None)

@@ -40,6 +40,9 @@ IDLE_S = 0.2
 SAVE_PAUSE_S = 0.002  # at least, between two looks at copies: nobody waits for them, and each disturbs the engine
 ANSWER_PAUSE_S = 0.0001  # between two looks for the store's answer, while other jobs go on
 MOST_LOAD_TURNS = 4  # without one for a save
+# While the engine's thread prepares and launches a step, this one leaves the interpreter to it, so long at most: what
+# is queued keeps the bus busy for about as long.
+QUIET_S = 0.002
 
 R = TypeVar("R")
 
@@ -85,6 +88,8 @@ class WorkerHalf:
         self._pause_s = 0.0
         # Set by the engine's first step: while it still captures CUDA graphs, other threads must leave CUDA alone.
         self._is_serving = False
+        self._quiet_until_s = 0.0
+        self._is_launched = threading.Event()
         self._news = threading.Condition()  # guards what follows; told whenever a job is done
         self._unfinished = 0  # jobs given and not done
         self._results = Results()
@@ -98,6 +103,11 @@ class WorkerHalf:
         self._thread.start()
 
     # ---- the engine's thread
+
+    def prepare(self) -> None:
+        """A step begins; it is launched when `collect` is called."""
+        self._is_launched.clear()
+        self._quiet_until_s = time.monotonic() + QUIET_S
 
     def load(self, jobs: list[LoadJob]) -> None:
         """Called after the step was launched: blocks to be loaded may still be zeroed by it."""
@@ -120,6 +130,7 @@ class WorkerHalf:
         """What became ready; with nothing ready and jobs under way, wait at most so long for the next. Not right after
         a load has ended: vLLM may hear of that only when this step is over too."""
         self._is_serving = True
+        self._is_launched.set()
         with self._news:
             is_ready = self._results.finished or self._results.saved or self._has_told
             if wait_s and self._unfinished and not is_ready:
@@ -138,6 +149,9 @@ class WorkerHalf:
     def _run(self) -> None:
         client = self._connect()
         while self._take(client):
+            quiet_s = self._quiet_until_s - time.monotonic()
+            if quiet_s > 0:
+                self._is_launched.wait(quiet_s)
             try:
                 self._round(client)
             except Exception:  # the supervisor's edge: jobs go on in the next round
