@@ -37,6 +37,7 @@ RECEIPT_S = 10.0
 SETTLE_TURNS = 4  # of a minute each: a disk may be slow
 WARM_UP_SEEDS = (1, 2)
 FILL_SEED = 1_000
+MORE_SEED = 4_000
 BUSY_SEED = 5_000
 DECODE_SEED = 9_000
 DECODES = 4
@@ -52,10 +53,11 @@ class Scale(NamedTuple):
     repeats: int = 9
     rounds: int = 3
     cold_row: int = 5  # prompts in a row, before the next engine's turn
+    more_cold: int = 1_000  # as `fills`
     busy_rounds: int = 5
 
 
-QUICK = Scale(sample_bytes=GIB // 4, samples=3, fills=3, repeats=2, rounds=1, busy_rounds=1)
+QUICK = Scale(sample_bytes=GIB // 4, samples=3, fills=3, repeats=2, rounds=1, more_cold=0, busy_rounds=1)
 
 
 class Job(NamedTuple):
@@ -179,12 +181,7 @@ class EngineBench:
         shape = figures.repeat.setdefault(self._job.shape, Repeat())
         shape.prompt_tokens, shape.fills = self._shape.prompt_tokens, len(self._seeds)
         shape.place(self._job.engine, arm)
-        for row in range(0, len(self._seeds), self._bench.scale.cold_row):
-            for seed in self._seeds[row : row + self._bench.scale.cold_row]:
-                self._note("cold", seed, self._ask(child, seed, drain=False))  # saves go on in the next, as under load
-            arm.saved_bytes = self._settle(child)
-            self._bench.publish()
-            yield
+        yield from self._cold(child, self._seeds)
         halves: dict[str, list[Half]] = {"repeat": [], "gpu_hit": []}
         with ExitStack() as stack:
             book = stack.enter_context(Ledger(self._daemon)) if self._daemon is not None else None
@@ -195,11 +192,22 @@ class EngineBench:
                         halves[way].append(book.next_half(self._shape.prompt_tokens, timeout_s=RECEIPT_S))
                 yield
         arm.receipts = {way: view(each) for way, each in halves.items() if each}
+        more = min(self._shape.more_cold, self._bench.scale.more_cold)
+        yield from self._cold(child, range(MORE_SEED, MORE_SEED + more))
         self._bench.publish()
         self._bench.tell(
             f"{self._job.name}: cold {arm.cold_s * 1e3:.1f} ms, repeat {arm.repeat_s * 1e3:.1f} ms "
             f"({arm.repeat_cached_tokens:,} cached), GPU hit {arm.gpu_hit_s * 1e3:.1f} ms"
         )
+
+    def _cold(self, child: Child, seeds: Sequence[int]) -> Iterator[None]:
+        row = self._bench.scale.cold_row
+        for first in range(0, len(seeds), row):
+            for seed in seeds[first : first + row]:
+                self._note("cold", seed, self._ask(child, seed, drain=False))  # saves go on in the next, as under load
+            self._arm.saved_bytes = self._settle(child)
+            self._bench.publish()
+            yield
 
     def _from_disk(self, disk: Path) -> None:
         """Store and engine anew: the first repeats come from disk."""

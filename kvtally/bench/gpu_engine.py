@@ -86,10 +86,11 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any]
     arguments: dict[str, Any]
     prompt_tokens: int
-    fills: int
+    fills: int  # prompts; some of them are repeated
     host_bytes: int
     gpu_bytes: int
     reads_disk: bool  # by default, after a restart
+    more_cold: int = 0  # prompts that are asked for only once: what saving costs is little beside how times vary
     busy_requests: int = 16
     busy_prompt_tokens: int = 3_000
 
@@ -115,6 +116,7 @@ SHAPES = {
         },
         prompt_tokens=8_000,
         fills=10,
+        more_cold=20,
         host_bytes=24 * GIB,
         gpu_bytes=40 * GIB,
         reads_disk=True,
