@@ -40,7 +40,10 @@ log = logging.getLogger("kvtally.device")
 # turn, so stages are large, and all but the kernels are queued by calls that keep the interpreter (`driver`).
 STAGE_BYTES = 80 << 20  # 1.5 ms of bus
 LOAD_STAGES = 3
-SAVE_STAGES = 2
+# What a prefill leaves to be saved is queued while the GPU still computes it and the engine's thread waits. So there
+# are many stages for saves, which share two buffers: the GPU itself sees to it that one is empty before it is filled.
+SAVE_STAGES = 16
+SAVE_BUFFERS = 2
 # Between two looks at what was queued: while all stages are under way, for each but the one that is waited for; while
 # others have some too; and at the end.
 FULL_PAUSE_S = 0.0006
@@ -87,18 +90,19 @@ class Twins:
 
 
 class Stage:
-    """A buffer on the GPU, with tables and digests on both sides; belongs to one batch at a time."""
+    """A buffer on the GPU, with tables and digests on both sides; belongs to one batch at a time. Others may have the
+    same buffer."""
 
-    def __init__(self, device: torch.device, size_bytes: int) -> None:
-        self.buffer = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        self.address = self.buffer.data_ptr()
+    def __init__(self, device: torch.device, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self.address = buffer.data_ptr()
         self.crossed = torch.cuda.Event()  # between the two streams
         self.done = torch.cuda.Event()
         for event in (self.crossed, self.done):
             event.record(torch.cuda.current_stream(device))  # only now it has a handle
         self.is_taken = False
         self.table = Twins(device, 4096)
-        self.digests = Twins(device, max(64, size_bytes // LEAF_BYTES))
+        self.digests = Twins(device, max(64, buffer.numel() // LEAF_BYTES))
 
     def digest_bytes(self, first: int, count: int) -> bytes:
         """Of leaves, once `done`."""
@@ -108,10 +112,14 @@ class Stage:
 class Lane:
     """One direction: its streams, and the stages that all its transfers share."""
 
-    def __init__(self, device: torch.device, stages: int, stage_bytes: int) -> None:
+    def __init__(self, device: torch.device, stages: int, buffers: int, stage_bytes: int) -> None:
         self.bus = torch.cuda.Stream(device)
         self.pages = torch.cuda.Stream(device)
-        self.stages = [Stage(device, stage_bytes) for _ in range(stages)]
+        made = [torch.empty(stage_bytes, dtype=torch.uint8, device=device) for _ in range(buffers)]
+        self.stages = [Stage(device, made[number % buffers]) for number in range(stages)]
+        self.emptied = {
+            stage.address: stage.done for stage in self.stages
+        }  # by buffer: when what was last queued is done
 
     @property
     def taken(self) -> int:
@@ -164,8 +172,8 @@ class CudaCopies:
         if not self._uses_kernels:
             log.warning("kvtally: no Triton: pages are copied one by one and hashed on the host, which is slower")
         with torch.cuda.device(device):
-            self._in = Lane(device, LOAD_STAGES, self._stage_bytes)
-            self._out = Lane(device, SAVE_STAGES, self._stage_bytes)
+            self._in = Lane(device, LOAD_STAGES, LOAD_STAGES, self._stage_bytes)
+            self._out = Lane(device, SAVE_STAGES, SAVE_BUFFERS, self._stage_bytes)
             self._constants = kernels.constants(device) if self._uses_kernels else torch.empty(0)
             self._driver = Driver()
             self._kernels: dict[tuple[object, ...], Kernel | None] = {}
@@ -315,6 +323,8 @@ class CudaCopies:
         if is_load:
             driver.record(crossed, bus)
             driver.wait(pages, crossed)
+        else:
+            driver.wait(pages, lane.emptied[stage.address].cuda_event)
         if tables is not None:
             self._launch(stage, batch.unit, tables, lane.pages, into_stage=not is_load)
         else:
@@ -328,6 +338,7 @@ class CudaCopies:
             for part in batch.parts:
                 self._cross(lane, stage, part)
         driver.record(done, pages if is_load else bus)
+        lane.emptied[stage.address] = stage.done
 
     def _upload(self, stage: Stage, tables: Tables, stream: torch.cuda.Stream) -> None:
         self._driver.copy(stage.table.there_at, stage.table.here_at, 8 * tables.size, stream.cuda_stream)

@@ -44,7 +44,7 @@ def _words(offset: int, count: int) -> tuple[int, ...]:
 # What `leaf_digests` reads: the secret's words, those for the last stripe, those of the merge, the accumulators' start.
 CONSTANTS = (*_words(0, 24), *_words(121, 8), *_words(11, 8), *START)
 LAST, MERGE, BEGIN = tl.constexpr(24), tl.constexpr(32), tl.constexpr(40)
-AHEAD = tl.constexpr(3)  # of the pages that are hashed, so many groups of blocks are under way at once
+AHEAD = tl.constexpr(4)  # of the pages that are hashed, so many groups of blocks are under way at once
 
 
 def constants(device: torch.device) -> torch.Tensor:
