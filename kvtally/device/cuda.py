@@ -30,7 +30,16 @@ from kvtally.core.geometry import check_blocks, object_length
 from kvtally.device import Checksums, Move, Steps
 from kvtally.device.driver import POINTER_BYTES, Driver, Kernel
 from kvtally.device.pinning import PinnedArena
-from kvtally.device.units import LEAF_COLUMNS, SHORTEST_BYTES, Table, leaf_rows, unit_addresses, unit_bytes, unit_of
+from kvtally.device.units import (
+    LEAF_COLUMNS,
+    LENGTH_COLUMN,
+    SHORTEST_BYTES,
+    Table,
+    leaf_rows,
+    unit_addresses,
+    unit_bytes,
+    unit_of,
+)
 from kvtally.shm import Mapping
 
 log = logging.getLogger("kvtally.device")
@@ -50,6 +59,7 @@ FULL_PAUSE_S = 0.0006
 SHARED_PAUSE_S = 0.0008
 END_PAUSE_S = 0.0001
 
+SUMS_BYTES = 32 << 10  # of a leaf: 64 bytes for each of at most 512 blocks
 NUMBER_BYTES = 4  # a whole number among a kernel's arguments
 NO_LEAVES: Table = np.empty((0, LEAF_COLUMNS), dtype=np.int64)
 
@@ -64,6 +74,7 @@ class Tables(NamedTuple):
 
     units: int
     leaves: int
+    longest_bytes: int  # of the leaves
 
     @property
     def size(self) -> int:
@@ -117,9 +128,11 @@ class Lane:
         self.pages = torch.cuda.Stream(device)
         made = [torch.empty(stage_bytes, dtype=torch.uint8, device=device) for _ in range(buffers)]
         self.stages = [Stage(device, made[number % buffers]) for number in range(stages)]
-        self.emptied = {
-            stage.address: stage.done for stage in self.stages
-        }  # by buffer: when what was last queued is done
+        # What kernels tell the next: no two batches are between them at once.
+        self.most_leaves = stage_bytes // LEAF_BYTES + 1
+        self.sums = torch.empty(self.most_leaves * SUMS_BYTES, dtype=torch.uint8, device=device)
+        # For each buffer when what was last queued there is done.
+        self.emptied = {stage.address: stage.done for stage in self.stages}
 
     @property
     def taken(self) -> int:
@@ -148,16 +161,20 @@ class Batch:
 
     unit: int
     stage: Stage
+    most_leaves: int
     parts: list[Part] = field(default_factory=list)
     size_bytes: int = 0
+    leaves: int = 0
 
     def takes(self, unit: int, length: int) -> bool:
-        return unit == self.unit and self.size_bytes + length <= self.stage.buffer.numel()
+        has_room = self.size_bytes + length <= self.stage.buffer.numel()
+        return unit == self.unit and has_room and self.leaves + leaf_count(length) <= self.most_leaves
 
     def add(self, number: int, move: Move, length: int) -> Part:
         part = Part(number, move, self.size_bytes, length)
         self.parts.append(part)
         self.size_bytes += -(-length // SHORTEST_BYTES) * SHORTEST_BYTES
+        self.leaves += leaf_count(length)
         return part
 
 
@@ -195,7 +212,7 @@ class CudaCopies:
                 tables = _fill(stage.table, address, leaves)
                 self._upload(stage, tables, self._out.pages)
                 for into_stage in (True, False):
-                    self._launch(stage, unit, tables, self._out.pages, into_stage=into_stage)
+                    self._launch(self._out, stage, unit, tables, into_stage=into_stage)
             self._out.pages.synchronize()
 
     # ---- the arena
@@ -258,7 +275,7 @@ class CudaCopies:
                             self._collect(queued.popleft(), checksums)
                         else:  # waits for our own oldest, or for somebody else's
                             yield FULL_PAUSE_S * (len(lane.stages) - 1)
-                    batch = Batch(unit, stage)
+                    batch = Batch(unit, stage, lane.most_leaves)
                     queued.append(batch)
                 if index == 0:  # not before: what others have queued by then need not wait for it
                     lane.pages.wait_event(after)
@@ -326,7 +343,7 @@ class CudaCopies:
         else:
             driver.wait(pages, lane.emptied[stage.address].cuda_event)
         if tables is not None:
-            self._launch(stage, batch.unit, tables, lane.pages, into_stage=not is_load)
+            self._launch(lane, stage, batch.unit, tables, into_stage=not is_load)
         else:
             with torch.cuda.device(self._device), torch.cuda.stream(lane.pages):
                 _copy_runs(memory, batch, into_stage=not is_load)
@@ -358,18 +375,20 @@ class CudaCopies:
         batch.stage.digests.reserve(digest)
         return _fill(batch.stage.table, units, np.concatenate(rows))
 
-    def _launch(self, stage: Stage, unit: int, tables: Tables, stream: torch.cuda.Stream, *, into_stage: bool) -> None:
+    def _launch(self, lane: Lane, stage: Stage, unit: int, tables: Tables, *, into_stage: bool) -> None:
         """Pages to the stage or back, with digests if there are leaves. What is hashed is what is copied: a page that
         is saved may still be written to beyond the tokens it is saved for."""
         there, buffer = stage.table.there, stage.buffer
-        if tables.leaves:
-            numbers = (there, tables.units, self._constants, stage.digests.there, buffer)
-            grid = (tables.leaves, 1)
-            self._run("copy_hashed", grid, stream, numbers, UNIT=unit, INTO_BUFFER=into_stage, num_warps=2)
-        else:
+        if not tables.leaves:
             part = min(unit, kernels.PART_BYTES)
             grid = (tables.units, unit // part)
-            self._run("copy_units", grid, stream, (there, buffer), UNIT=unit, PART=part, INTO_BUFFER=into_stage)
+            self._run("copy_units", grid, lane.pages, (there, buffer), UNIT=unit, PART=part, INTO_BUFFER=into_stage)
+            return
+        known = (there, tables.units, self._constants, lane.sums, buffer)
+        grid = (tables.leaves, -(-tables.longest_bytes // kernels.PART_BYTES))
+        self._run("copy_summed", grid, lane.pages, known, UNIT=unit, INTO_BUFFER=into_stage)
+        grid = (tables.leaves, 1)
+        self._run("leaf_digests", grid, lane.pages, (*known, stage.digests.there), UNIT=unit, num_warps=1)
 
     def _run(
         self,
@@ -411,7 +430,7 @@ class CudaCopies:
 
 def _fill(table: Twins, units: Table, leaves: Table) -> Tables:
     """These one behind the other in pinned memory, to be uploaded."""
-    tables = Tables(len(units), len(leaves))
+    tables = Tables(len(units), len(leaves), int(leaves[:, LENGTH_COLUMN].max(initial=0)))
     table.reserve(tables.size)
     np.concatenate([units, leaves.ravel()], out=table.numbers[: tables.size])
     return tables

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-PART_BYTES = 8192  # what one program copies
+PART_BYTES = 8192  # what one program copies: `BLOCKS`
 SHORTEST_LEAF_BYTES = 256  # below, xxh3 is another algorithm
 STRIPE_BYTES = 64
 
@@ -44,7 +44,10 @@ def _words(offset: int, count: int) -> tuple[int, ...]:
 # What `leaf_digests` reads: the secret's words, those for the last stripe, those of the merge, the accumulators' start.
 CONSTANTS = (*_words(0, 24), *_words(121, 8), *_words(11, 8), *START)
 LAST, MERGE, BEGIN = tl.constexpr(24), tl.constexpr(32), tl.constexpr(40)
-AHEAD = tl.constexpr(4)  # of the pages that are hashed, so many groups of blocks are under way at once
+BLOCKS = tl.constexpr(8)  # of 1 KiB, which one program copies
+LEAF_BLOCKS = tl.constexpr(512)  # at most
+LEAF_COLUMNS = tl.constexpr(5)
+AHEAD = tl.constexpr(8)  # so many blocks' sums are under way at once
 
 
 def constants(device: torch.device) -> torch.Tensor:
@@ -71,104 +74,98 @@ def copy_units(table, buffer, UNIT: tl.constexpr, PART: tl.constexpr, INTO_BUFFE
 
 
 @triton.jit
-def _stripes(table, buffer, offset, mask, UNIT: tl.constexpr, INTO_BUFFER: tl.constexpr):
-    """Sixteen stripes of the object are copied; answers their even and their odd words."""
-    row = tl.arange(0, 16)[:, None] * 8
-    word = tl.arange(0, 8)[None, :]
-    place = tl.multiple_of((buffer + offset).to(tl.pointer_type(tl.uint64)), 16) + row + word
-    if UNIT >= 1024:  # they lie in one piece
-        start = tl.load(table + offset // UNIT)
-        page = tl.multiple_of((start + offset % UNIT).to(tl.pointer_type(tl.uint64)), 16) + row + word
-        is_wanted = tl.where(start != 0, mask, False)
-    else:
-        at = offset + tl.arange(0, 16) * 64
-        start = tl.load(table + at // UNIT, mask=mask, other=0)
-        page = tl.multiple_of((start + at % UNIT).to(tl.pointer_type(tl.uint64)), 16)[:, None] + word
-        is_wanted = mask & (start != 0)
-    if INTO_BUFFER:
-        words = tl.load(page, mask=mask[:, None], other=0)
-        tl.store(place, words, mask=mask[:, None])
-    else:
-        words = tl.load(place, mask=mask[:, None], other=0)
-        tl.store(page, words, mask=is_wanted[:, None])
-    return tl.split(tl.reshape(words, (16, 4, 2)))
-
-
-@triton.jit
 def _product(key):
     return (key & 0xFFFFFFFF) * (key >> 32)
 
 
-@triton.jit
-def _mixed(sum0, sum1, even, odd, key0, key1):
-    """Add stripes to the accumulators: each gets its own word times the secret, and its partner's word."""
-    sum0 += tl.sum(_product(even ^ key0) + odd, axis=0)
-    sum1 += tl.sum(_product(odd ^ key1) + even, axis=0)
-    return sum0, sum1
+@triton.jit(do_not_specialize=["leaves_at"])
+def copy_summed(table, leaves_at, constant, sums, buffer, UNIT: tl.constexpr, INTO_BUFFER: tl.constexpr):
+    """As `copy_units`, some blocks of a leaf with each program, and what each block adds to the accumulators of xxh3.
+
+    Row i of `table`, from `leaves_at` on, holds for leaf i the index of its object's first unit, its offset in the
+    object, its length, where its digest goes, and its length times PRIME64_1.
+    """
+    leaf = tl.program_id(0).to(tl.int64)
+    row = table + leaves_at + leaf * LEAF_COLUMNS
+    first = tl.load(row)
+    block = tl.program_id(1) * BLOCKS
+    offset = tl.load(row + 1) + block * 1024
+    left = tl.load(row + 2) - block * 1024  # so much of the leaf, from here on
+    if left <= 0:
+        return
+    stripe = tl.arange(0, BLOCKS * 16)
+    word = tl.arange(0, 8)[None, :]
+    mask = stripe * 64 < left
+    at = offset + stripe * 64
+    table += first
+    if UNIT >= BLOCKS * 1024:  # all of it lies in one piece
+        start = tl.load(table + offset // UNIT)
+        page = tl.multiple_of((start + offset % UNIT).to(tl.pointer_type(tl.uint64)), 16) + stripe[:, None] * 8
+        is_wanted = tl.where(start != 0, mask, False)
+    else:
+        start = tl.load(table + at // UNIT, mask=mask, other=0)
+        page = tl.multiple_of((start + at % UNIT).to(tl.pointer_type(tl.uint64)), 16)[:, None]
+        is_wanted = mask & (start != 0)
+    place = tl.multiple_of((buffer + first * UNIT + offset).to(tl.pointer_type(tl.uint64)), 16) + stripe[:, None] * 8
+    if INTO_BUFFER:
+        words = tl.load(page + word, mask=mask[:, None], other=0)
+        tl.store(place + word, words, mask=mask[:, None])
+    else:
+        words = tl.load(place + word, mask=mask[:, None], other=0)
+        tl.store(page + word, words, mask=is_wanted[:, None])
+    # Each accumulator gets its own word times the secret, and its partner's word.
+    even, odd = tl.split(tl.reshape(words, (BLOCKS, 16, 4, 2)))
+    secret = constant.to(tl.pointer_type(tl.uint64)) + tl.arange(0, 16)[:, None] + tl.arange(0, 4)[None, :] * 2
+    sum0 = tl.sum(_product(even ^ tl.load(secret)[None, :, :]) + odd, axis=1)
+    sum1 = tl.sum(_product(odd ^ tl.load(secret + 1)[None, :, :]) + even, axis=1)
+    numbers = block + tl.arange(0, BLOCKS)
+    there = sums.to(tl.pointer_type(tl.uint64)) + (leaf * LEAF_BLOCKS + numbers)[:, None] * 8
+    there += tl.arange(0, 4)[None, :] * 2
+    is_whole = (tl.arange(0, BLOCKS) * 1024 < left - 1024)[:, None]  # the last block is another matter
+    tl.store(there, sum0, mask=is_whole)
+    tl.store(there + 1, sum1, mask=is_whole)
 
 
 @triton.jit
-def _scrambled(total, secret, prime):
-    return ((total ^ (total >> 47)) ^ secret) * prime
+def _scrambled(total, secret):
+    return ((total ^ (total >> 47)) ^ secret) * tl.full((4,), 0x9E3779B1, tl.uint64)
 
 
 @triton.jit
-def _block(sums, words, keys, scrambles):
-    """A block, which is 1 KiB, is added to the accumulators, and these are scrambled."""
-    sum0, sum1 = _mixed(sums[0], sums[1], words[0], words[1], keys[0], keys[1])
-    prime = tl.full((4,), 0x9E3779B1, tl.uint64)
-    return _scrambled(sum0, scrambles[0], prime), _scrambled(sum1, scrambles[1], prime)
+def _last_stripes(place, count, key0, key1):
+    """What so many stripes, at most sixteen, add to the accumulators."""
+    mask = tl.arange(0, 16)[:, None] < count
+    words = tl.load(place + tl.arange(0, 16)[:, None] * 8 + tl.arange(0, 8)[None, :], mask=mask, other=0)
+    even, odd = tl.split(tl.reshape(words, (16, 4, 2)))
+    zero = tl.zeros((16, 4), tl.uint64)  # masked words are 0, and so must be what they are mixed with
+    sum0 = tl.sum(_product(even ^ tl.where(mask, key0, zero)) + odd, axis=0)
+    return sum0, tl.sum(_product(odd ^ tl.where(mask, key1, zero)) + even, axis=0)
 
 
 @triton.jit(do_not_specialize=["leaves_at"])
-def copy_hashed(table, leaves_at, constant, digests, buffer, UNIT: tl.constexpr, INTO_BUFFER: tl.constexpr):
-    """As `copy_units`, leaf by leaf, with the digests of what is copied. Row i of `table`, from `leaves_at` on, holds
-    for leaf i the index of its object's first unit, its offset in the object, its length, where its digest goes, and
-    its length times PRIME64_1."""
-    row = table + leaves_at + tl.program_id(0) * 5
-    first = tl.load(row)
-    table += first
-    buffer += first * UNIT
-    offset = tl.load(row + 1)
+def leaf_digests(table, leaves_at, constant, sums, buffer, digests, UNIT: tl.constexpr):
+    """The digests of leaves that `copy_summed` has copied: its sums, one block after the other, and each last block."""
+    leaf = tl.program_id(0).to(tl.int64)
+    row = table + leaves_at + leaf * LEAF_COLUMNS
     length = tl.load(row + 2)
-    constant = constant.to(tl.pointer_type(tl.uint64))
-    stripes = tl.arange(0, 16)
-    pair = tl.arange(0, 4) * 2
-    every = stripes >= 0
-    secret = constant + stripes[:, None] + pair[None, :]
-    keys = tl.load(secret), tl.load(secret + 1)
-    scrambles = tl.load(constant + 16 + pair), tl.load(constant + 17 + pair)
-    sums = tl.load(constant + BEGIN + pair), tl.load(constant + BEGIN + 1 + pair)
     blocks = (length - 1) // 1024
-    # Four blocks at once, and the next ones are under way by then: memory answers all of them in the time of one.
-    for group in tl.range(blocks // 4, num_stages=AHEAD):
-        at = offset + group * 4096
-        words0 = _stripes(table, buffer, at, every, UNIT, INTO_BUFFER)
-        words1 = _stripes(table, buffer, at + 1024, every, UNIT, INTO_BUFFER)
-        words2 = _stripes(table, buffer, at + 2048, every, UNIT, INTO_BUFFER)
-        words3 = _stripes(table, buffer, at + 3072, every, UNIT, INTO_BUFFER)
-        sums = _block(sums, words0, keys, scrambles)
-        sums = _block(sums, words1, keys, scrambles)
-        sums = _block(sums, words2, keys, scrambles)
-        sums = _block(sums, words3, keys, scrambles)
-    for block in range(blocks // 4 * 4, blocks):
-        words = _stripes(table, buffer, offset + block * 1024, every, UNIT, INTO_BUFFER)
-        sums = _block(sums, words, keys, scrambles)
-    # What is left, except the last stripe; masked words are 0, and so must be what they are mixed with.
-    zero = tl.zeros((16, 4), tl.uint64)
-    rest = stripes < (length - 1 - blocks * 1024) // 64
-    even, odd = _stripes(table, buffer, offset + blocks * 1024, rest, UNIT, INTO_BUFFER)
-    sum0, sum1 = _mixed(
-        sums[0], sums[1], even, odd, tl.where(rest[:, None], keys[0], zero), tl.where(rest[:, None], keys[1], zero)
-    )
-    last = stripes < 1
-    even, odd = _stripes(table, buffer, offset + length - 64, last, UNIT, INTO_BUFFER)
-    end = constant + LAST + pair[None, :] + stripes[:, None] * 0
-    sum0, sum1 = _mixed(
-        sum0, sum1, even, odd,
-        tl.where(last[:, None], tl.load(end), zero), tl.where(last[:, None], tl.load(end + 1), zero),
-    )  # fmt: skip
-    left, right = sum0 ^ tl.load(constant + MERGE + pair), sum1 ^ tl.load(constant + MERGE + 1 + pair)
+    constant = constant.to(tl.pointer_type(tl.uint64))
+    pair = tl.arange(0, 4) * 2
+    scramble0, scramble1 = tl.load(constant + 16 + pair), tl.load(constant + 17 + pair)
+    sum0, sum1 = tl.load(constant + BEGIN + pair), tl.load(constant + BEGIN + 1 + pair)
+    added = sums.to(tl.pointer_type(tl.uint64)) + leaf * LEAF_BLOCKS * 8 + pair
+    for block in tl.range(blocks, num_stages=AHEAD):
+        sum0 = _scrambled(sum0 + tl.load(added + block * 8), scramble0)
+        sum1 = _scrambled(sum1 + tl.load(added + block * 8 + 1), scramble1)
+    # All that is left but its last stripe, then that one, with a secret of its own.
+    end = (buffer + tl.load(row) * UNIT + tl.load(row + 1) + length).to(tl.pointer_type(tl.uint64))
+    secret = constant + tl.arange(0, 16)[:, None] + pair[None, :]
+    rest = length - blocks * 1024
+    more0, more1 = _last_stripes(end - rest // 8, (rest - 1) // 64, tl.load(secret), tl.load(secret + 1))
+    own = constant + LAST + tl.zeros((16, 1), tl.int32) + pair[None, :]
+    last0, last1 = _last_stripes(end - 8, 1, tl.load(own), tl.load(own + 1))
+    left = (sum0 + more0 + last0) ^ tl.load(constant + MERGE + pair)
+    right = (sum1 + more1 + last1) ^ tl.load(constant + MERGE + 1 + pair)
     folded = tl.sum((left * right) ^ tl.umulhi(left, right), axis=0)
     digest = tl.load((row + 4).to(tl.pointer_type(tl.uint64))) + folded
     digest ^= digest >> 37

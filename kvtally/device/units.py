@@ -20,6 +20,7 @@ LONGEST_BYTES = 64 * 1024
 ALIGNMENT_BYTES = 16  # what one thread loads at once
 LENGTH_PRIME = np.uint64(0x9E3779B185EBCA87)  # xxh3 mixes an input's length with it
 LEAF_COLUMNS = 5
+LENGTH_COLUMN = 2
 
 Table = NDArray[np.int64]
 
@@ -56,7 +57,7 @@ def unit_addresses(layout: GroupLayout, block_ids: Sequence[int], skip_blocks: i
 
 
 def leaf_rows(length_bytes: int, first_address: int, first_digest: int) -> Table:
-    """The leaves of an object whose addresses begin at this index of the table, as `copy_hashed` reads them."""
+    """The leaves of an object whose addresses begin at this index of the table, as `copy_summed` reads them."""
     rows = _leaf_rows(length_bytes).copy()
     rows[:, 0] = first_address
     rows[:, 3] += first_digest

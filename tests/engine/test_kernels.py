@@ -23,7 +23,7 @@ from kvtally.device import kernels
 from kvtally.device.units import leaf_rows
 
 pick = np.random.default_rng(5)
-for unit, units, lengths in ((256, 300, (256, 512, 1_280, 76_800)), (4096, 144, (4096, 65_536, 589_824))):
+for unit, units, lengths in ((256, 300, (256, 512, 1_280, 76_800)), (4096, 144, (4096, 65_536, 520_192, 589_824))):
     pages = pick.integers(0, 256, (2 * units, unit), np.uint8)
     order = pick.permutation(2 * units)[:units]
     table = torch.from_numpy(pages.ctypes.data + order.astype(np.int64) * unit)
@@ -42,7 +42,10 @@ for unit, units, lengths in ((256, 300, (256, 512, 1_280, 76_800)), (4096, 144, 
 
     def hashed(**options):
         digests.zero_()
-        kernels.copy_hashed[(len(leaves),)](tables, units, constants, digests, buffer, UNIT=unit, **options)
+        sums = torch.zeros(len(leaves) * 512 * 8, dtype=torch.int64)
+        grid = (len(leaves), -(-int(leaves[:, 2].max()) // kernels.PART_BYTES))
+        kernels.copy_summed[grid](tables, units, constants, sums, buffer, UNIT=unit, **options)
+        kernels.leaf_digests[(len(leaves),)](tables, units, constants, sums, buffer, digests, UNIT=unit)
         return [value % 2**64 for value in digests.tolist()]
 
     assert hashed(INTO_BUFFER=True) == expected, unit
