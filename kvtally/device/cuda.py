@@ -128,7 +128,7 @@ class Lane:
         self.pages = torch.cuda.Stream(device)
         made = [torch.empty(stage_bytes, dtype=torch.uint8, device=device) for _ in range(buffers)]
         self.stages = [Stage(device, made[number % buffers]) for number in range(stages)]
-        # What kernels tell the next: no two batches are between them at once.
+        # What one kernel leaves to the next; they follow each other on a stream, so all batches share it.
         self.most_leaves = stage_bytes // LEAF_BYTES + 1
         self.sums = torch.empty(self.most_leaves * SUMS_BYTES, dtype=torch.uint8, device=device)
         # For each buffer when what was last queued there is done.
@@ -385,10 +385,11 @@ class CudaCopies:
             self._run("copy_units", grid, lane.pages, (there, buffer), UNIT=unit, PART=part, INTO_BUFFER=into_stage)
             return
         known = (there, tables.units, self._constants, lane.sums, buffer)
-        grid = (tables.leaves, -(-tables.longest_bytes // kernels.PART_BYTES))
+        grid = (tables.leaves, -(-tables.longest_bytes // kernels.HASHED_BYTES))
         self._run("copy_summed", grid, lane.pages, known, UNIT=unit, INTO_BUFFER=into_stage)
-        grid = (tables.leaves, 1)
-        self._run("leaf_digests", grid, lane.pages, (*known, stage.digests.there), UNIT=unit, num_warps=1)
+        grid = (-(-tables.leaves // kernels.DIGESTS), 1)
+        digests = (stage.digests.there, tables.leaves)
+        self._run("leaf_digests", grid, lane.pages, (*known, *digests), UNIT=unit, num_warps=1)
 
     def _run(
         self,

@@ -1,13 +1,16 @@
 """Triton kernels: pages to a contiguous buffer and back, and the digests of checksum leaves.
 
-Everything works on *units*: equal parts of an object (a power of two of bytes, `unit_bytes`), each of which lies in one
-piece of memory. A table of addresses, one for each unit in the object's order, says where. So page sizes, strides and
-layers do not matter here, nor whether an address is the engine's memory, a buffer, or pinned memory of the host.
+Everything works on *units*: equal parts of an object (a power of two of bytes), each of which lies in one piece of
+memory. A table of addresses, one for each unit in the object's order, says where. So page sizes, strides and layers do
+not matter here. What a GPU does for us it does at the cost of whoever computes there: so each byte is read once, and in
+16 bytes at a time.
 
-`leaf_digests` is xxh3-64 (unseeded, its published constants, inputs of more than 240 bytes) as `core.checksum` uses it
-for leaves: the same numbers, bit by bit. One program hashes one leaf: the eight accumulators of xxh3 as four pairs,
-sixteen stripes at a time. Owns no memory and no stream. Neighbours: `cuda` (left). Imports Triton; nobody without a GPU
-imports this.
+The digests are xxh3-64 (unseeded, its published constants, inputs of more than 240 bytes) as `core.checksum` uses it
+for leaves: the same numbers, bit by bit. It works through an input in blocks of 1 KiB, sixteen stripes of eight words.
+What a block adds to its eight accumulators does not depend on them, so that is worked out for all blocks at once, in
+passing, while they are copied (`copy_summed`). What is left is a chain: add, scramble, next block (`leaf_digests`).
+
+Owns no memory and no stream. Neighbours: `cuda` (left). Imports Triton; nobody without a GPU imports this.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, import-not-found, untyped-decorator, import-untyped"
@@ -20,9 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
-PART_BYTES = 8192  # what one program copies: `BLOCKS`
-SHORTEST_LEAF_BYTES = 256  # below, xxh3 is another algorithm
-STRIPE_BYTES = 64
+PART_BYTES = 8192  # what one program of `copy_units` copies
+HASHED_BYTES = 4096  # the same of `copy_summed`
+DIGESTS = 8  # that one program of `leaf_digests` computes
 
 # The secret of xxh3 (specification, "default secret").
 SECRET = bytes.fromhex(
@@ -44,10 +47,11 @@ def _words(offset: int, count: int) -> tuple[int, ...]:
 # What `leaf_digests` reads: the secret's words, those for the last stripe, those of the merge, the accumulators' start.
 CONSTANTS = (*_words(0, 24), *_words(121, 8), *_words(11, 8), *START)
 LAST, MERGE, BEGIN = tl.constexpr(24), tl.constexpr(32), tl.constexpr(40)
-BLOCKS = tl.constexpr(8)  # of 1 KiB, which one program copies
+BLOCKS = tl.constexpr(HASHED_BYTES // 1024)
+LEAVES = tl.constexpr(DIGESTS)
 LEAF_BLOCKS = tl.constexpr(512)  # at most
 LEAF_COLUMNS = tl.constexpr(5)
-AHEAD = tl.constexpr(8)  # so many blocks' sums are under way at once
+AHEAD = tl.constexpr(4)  # of the sums that are read, so many groups of four are under way at once
 
 
 def constants(device: torch.device) -> torch.Tensor:
@@ -128,47 +132,61 @@ def copy_summed(table, leaves_at, constant, sums, buffer, UNIT: tl.constexpr, IN
 
 @triton.jit
 def _scrambled(total, secret):
-    return ((total ^ (total >> 47)) ^ secret) * tl.full((4,), 0x9E3779B1, tl.uint64)
+    return ((total ^ (total >> 47)) ^ secret) * tl.full((1, 4), 0x9E3779B1, tl.uint64)
 
 
 @triton.jit
-def _last_stripes(place, count, key0, key1):
-    """What so many stripes, at most sixteen, add to the accumulators."""
-    mask = tl.arange(0, 16)[:, None] < count
-    words = tl.load(place + tl.arange(0, 16)[:, None] * 8 + tl.arange(0, 8)[None, :], mask=mask, other=0)
-    even, odd = tl.split(tl.reshape(words, (16, 4, 2)))
-    zero = tl.zeros((16, 4), tl.uint64)  # masked words are 0, and so must be what they are mixed with
-    sum0 = tl.sum(_product(even ^ tl.where(mask, key0, zero)) + odd, axis=0)
-    return sum0, tl.sum(_product(odd ^ tl.where(mask, key1, zero)) + even, axis=0)
+def _added(stripes, count, key0, key1):
+    """What the first so many of sixteen stripes at each of these places add to the accumulators."""
+    mask = (tl.arange(0, 16)[None, :] < count[:, None])[:, :, None]
+    word = tl.arange(0, 16)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    words = tl.load(stripes[:, None, None] + word, mask=mask, other=0)
+    even, odd = tl.split(tl.reshape(words, (LEAVES, 16, 4, 2)))
+    zero = tl.zeros((LEAVES, 16, 4), tl.uint64)  # masked words are 0, and so must be what they are mixed with
+    sum0 = tl.sum(_product(even ^ tl.where(mask, key0[None, :, :], zero)) + odd, axis=1)
+    return sum0, tl.sum(_product(odd ^ tl.where(mask, key1[None, :, :], zero)) + even, axis=1)
 
 
-@triton.jit(do_not_specialize=["leaves_at"])
-def leaf_digests(table, leaves_at, constant, sums, buffer, digests, UNIT: tl.constexpr):
-    """The digests of leaves that `copy_summed` has copied: its sums, one block after the other, and each last block."""
-    leaf = tl.program_id(0).to(tl.int64)
+@triton.jit(do_not_specialize=["leaves_at", "leaves"])
+def leaf_digests(table, leaves_at, constant, sums, buffer, digests, leaves, UNIT: tl.constexpr):
+    """The digests of leaves that `copy_summed` has copied: its sums, one block after the other, and each last block.
+
+    Few programs, each with several leaves: it is a chain that takes its time, and is not to take others' room.
+    """
+    leaf = tl.program_id(0).to(tl.int64) * LEAVES + tl.arange(0, LEAVES)
+    known = leaf < leaves
     row = table + leaves_at + leaf * LEAF_COLUMNS
-    length = tl.load(row + 2)
+    length = tl.load(row + 2, mask=known, other=64)
     blocks = (length - 1) // 1024
     constant = constant.to(tl.pointer_type(tl.uint64))
-    pair = tl.arange(0, 4) * 2
+    pair = tl.arange(0, 4)[None, :] * 2
     scramble0, scramble1 = tl.load(constant + 16 + pair), tl.load(constant + 17 + pair)
-    sum0, sum1 = tl.load(constant + BEGIN + pair), tl.load(constant + BEGIN + 1 + pair)
-    added = sums.to(tl.pointer_type(tl.uint64)) + leaf * LEAF_BLOCKS * 8 + pair
-    for block in tl.range(blocks, num_stages=AHEAD):
-        sum0 = _scrambled(sum0 + tl.load(added + block * 8), scramble0)
-        sum1 = _scrambled(sum1 + tl.load(added + block * 8 + 1), scramble1)
+    none = tl.zeros((LEAVES, 1), tl.int32)
+    sum0, sum1 = tl.load(constant + BEGIN + pair + none), tl.load(constant + BEGIN + 1 + pair + none)
+    added = sums.to(tl.pointer_type(tl.uint64)) + (leaf * LEAF_BLOCKS * 8)[:, None] + pair
+    for first in tl.range(0, tl.max(blocks), 4, num_stages=AHEAD):
+        for more in tl.static_range(4):
+            block = first + more
+            is_left = (block < blocks)[:, None]
+            next0 = tl.load(added + block * 8, mask=is_left, other=0)
+            next1 = tl.load(added + block * 8 + 1, mask=is_left, other=0)
+            sum0 = tl.where(is_left, _scrambled(sum0 + next0, scramble0), sum0)
+            sum1 = tl.where(is_left, _scrambled(sum1 + next1, scramble1), sum1)
     # All that is left but its last stripe, then that one, with a secret of its own.
-    end = (buffer + tl.load(row) * UNIT + tl.load(row + 1) + length).to(tl.pointer_type(tl.uint64))
-    secret = constant + tl.arange(0, 16)[:, None] + pair[None, :]
+    start = tl.load(row, mask=known, other=0) * UNIT + tl.load(row + 1, mask=known, other=0)
+    end = (buffer + start + length).to(tl.pointer_type(tl.uint64))
+    stripe = tl.arange(0, 16)[:, None]
+    secret = constant + stripe + pair
     rest = length - blocks * 1024
-    more0, more1 = _last_stripes(end - rest // 8, (rest - 1) // 64, tl.load(secret), tl.load(secret + 1))
-    own = constant + LAST + tl.zeros((16, 1), tl.int32) + pair[None, :]
-    last0, last1 = _last_stripes(end - 8, 1, tl.load(own), tl.load(own + 1))
+    count = tl.where(known, (rest - 1) // 64, 0)
+    more0, more1 = _added(end - rest // 8, count, tl.load(secret), tl.load(secret + 1))
+    own = constant + LAST + stripe * 0 + pair
+    last0, last1 = _added(end - 8, tl.where(known, 1, 0), tl.load(own), tl.load(own + 1))
     left = (sum0 + more0 + last0) ^ tl.load(constant + MERGE + pair)
     right = (sum1 + more1 + last1) ^ tl.load(constant + MERGE + 1 + pair)
-    folded = tl.sum((left * right) ^ tl.umulhi(left, right), axis=0)
-    digest = tl.load((row + 4).to(tl.pointer_type(tl.uint64))) + folded
+    folded = tl.sum((left * right) ^ tl.umulhi(left, right), axis=1)
+    digest = tl.load((row + 4).to(tl.pointer_type(tl.uint64)), mask=known, other=0) + folded
     digest ^= digest >> 37
     digest *= 0x165667919E3779F9
     digest ^= digest >> 32
-    tl.store(digests.to(tl.pointer_type(tl.uint64)) + tl.load(row + 3), digest)
+    tl.store(digests.to(tl.pointer_type(tl.uint64)) + tl.load(row + 3, mask=known, other=0), digest, mask=known)

@@ -43,9 +43,10 @@ for unit, units, lengths in ((256, 300, (256, 512, 1_280, 76_800)), (4096, 144, 
     def hashed(**options):
         digests.zero_()
         sums = torch.zeros(len(leaves) * 512 * 8, dtype=torch.int64)
-        grid = (len(leaves), -(-int(leaves[:, 2].max()) // kernels.PART_BYTES))
+        grid = (len(leaves), -(-int(leaves[:, 2].max()) // kernels.HASHED_BYTES))
         kernels.copy_summed[grid](tables, units, constants, sums, buffer, UNIT=unit, **options)
-        kernels.leaf_digests[(len(leaves),)](tables, units, constants, sums, buffer, digests, UNIT=unit)
+        known = (tables, units, constants, sums, buffer, digests, len(leaves))
+        kernels.leaf_digests[(-(-len(leaves) // kernels.DIGESTS),)](*known, UNIT=unit)
         return [value % 2**64 for value in digests.tolist()]
 
     assert hashed(INTO_BUFFER=True) == expected, unit

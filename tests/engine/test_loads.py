@@ -64,9 +64,15 @@ class Scene:
         return lease
 
     def load(self, lease: Lease, *, have: int = 0) -> Any:
+        self.begin(lease, have=have)
+        return self.end()
+
+    def begin(self, lease: Lease, *, have: int = 0) -> None:
         from kvtally.vllm.meta import LoadJob
 
         self.worker.load([LoadJob("r", lease.share(), ENDS, ENDS[-1], have, [TABLE])])
+
+    def end(self) -> Any:
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             results = self.worker.collect(0.05)
@@ -129,6 +135,23 @@ def test_slots_of_a_lease_that_is_gone_are_a_miss(scene: Scene) -> None:
     assert lease.slots is not None
     assert lease.slots.reason
     assert scene.load(lease).reason == "lease_expired"
+
+
+def test_copies_keep_out_while_a_step_is_prepared(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtally.vllm.worker.QUIET_S", 60.0)
+    scene.worker.prepare()
+    scene.begin(scene.lease())
+    time.sleep(0.1)
+    assert not scene.landed.any()
+    scene.end()  # it asks for results: the step is launched
+    assert scene.landed.tobytes() == scene.content.tobytes()
+
+
+def test_a_step_that_takes_long_does_not_keep_copies_waiting(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtally.vllm.worker.QUIET_S", 0.05)
+    scene.worker.prepare()
+    scene.begin(scene.lease())
+    eventually(lambda: scene.landed.tobytes() == scene.content.tobytes())
 
 
 def test_an_idle_engine_hears_of_a_load_before_it_waits_for_what_else_is_under_way(scene: Scene) -> None:
