@@ -210,7 +210,7 @@ class CudaCopies:
             self._driver.enter()
             for leaves in (NO_LEAVES, leaf_rows(unit, 0, 0)):
                 tables = _fill(stage.table, address, leaves)
-                self._upload(stage, tables, self._out.pages)
+                self._upload(self._out, stage, tables)
                 for into_stage in (True, False):
                     self._launch(self._out, stage, unit, tables, into_stage=into_stage)
             self._out.pages.synchronize()
@@ -328,15 +328,14 @@ class CudaCopies:
                 at += piece.nbytes
 
     def _queue(self, lane: Lane, memory: torch.Tensor, batch: Batch) -> None:
-        """All that is left to do for a batch. Tables of a load are uploaded on the bus, where no later copy goes
-        first."""
+        """All that is left to do for a batch."""
         stage, is_load, driver = batch.stage, lane is self._in, self._driver
         bus, pages = lane.bus.cuda_stream, lane.pages.cuda_stream
         crossed, done = stage.crossed.cuda_event, stage.done.cuda_event
         driver.enter()
         tables = self._tables(memory, batch) if batch.unit else None
         if tables is not None:
-            self._upload(stage, tables, lane.bus if is_load else lane.pages)
+            self._upload(lane, stage, tables)
         if is_load:
             driver.record(crossed, bus)
             driver.wait(pages, crossed)
@@ -357,8 +356,15 @@ class CudaCopies:
         driver.record(done, pages if is_load else bus)
         lane.emptied[stage.address] = stage.done
 
-    def _upload(self, stage: Stage, tables: Tables, stream: torch.cuda.Stream) -> None:
-        self._driver.copy(stage.table.there_at, stage.table.here_at, 8 * tables.size, stream.cuda_stream)
+    def _upload(self, lane: Lane, stage: Stage, tables: Tables) -> None:
+        """A load's goes up on the bus, behind what was loaded: no later copy goes first. A save's would wait there for
+        all loads that are queued."""
+        table = stage.table
+        if lane is self._in:
+            self._driver.copy(table.there_at, table.here_at, 8 * tables.size, lane.bus.cuda_stream)
+        else:
+            grid = (-(-tables.size // kernels.FETCHED), 1)
+            self._run("fetch", grid, lane.pages, (table.here, table.there, tables.size), WORDS=kernels.FETCHED)
 
     def _tables(self, memory: torch.Tensor, batch: Batch) -> Tables:
         unit, base = batch.unit, memory.data_ptr()

@@ -21,6 +21,8 @@ LIBRARY = "libcuda.so.1"
 NOT_READY = 600
 WARP_THREADS = 32
 POINTER_BYTES = 8
+TRITONS_BYTES = (POINTER_BYTES, POINTER_BYTES)  # parameters it adds behind ours: scratch memory, which ours do not use
+SPARE = 6  # parameters, empty like those, should it add more
 
 
 class Driver:
@@ -81,20 +83,21 @@ class Driver:
     def kernel(self, compiled: Any, sizes_bytes: Sequence[int]) -> Kernel | None:
         """What Triton has compiled, for arguments of these sizes. None: its parameters are not what we know of them."""
         function = getattr(compiled, "function", None)
-        found: list[int] = []
-        size, offset = ctypes.c_size_t(), ctypes.c_size_t()
-        while function and self._parameter(function, len(found), ctypes.byref(offset), ctypes.byref(size)) == 0:
-            found.append(size.value)
-        own = [POINTER_BYTES] * (len(found) - len(sizes_bytes))  # Triton's scratch memory, of which ours use none
-        if function is None or not found or found != [*sizes_bytes, *own]:
+        if function is None:
             return None
-        return Kernel(self._launch, function, compiled.metadata, len(found))
+        size, offset = ctypes.c_size_t(), ctypes.c_size_t()
+        sizes = [*sizes_bytes, *TRITONS_BYTES]
+        for index, size_bytes in enumerate(sizes):
+            if self._parameter(function, index, ctypes.byref(offset), ctypes.byref(size)) or size.value != size_bytes:
+                return None
+        return Kernel(self._launch, function, compiled.metadata, len(sizes))
 
 
 class Kernel:
     """Launched again and again, each time with other arguments: addresses and whole numbers that are not negative."""
 
     def __init__(self, launch: Callable[..., int], function: int, metadata: Any, parameters: int) -> None:
+        parameters += SPARE
         self._launch, self._function = launch, function
         self._threads, self._shared_bytes = WARP_THREADS * metadata.num_warps, metadata.shared
         self._values = (ctypes.c_uint64 * parameters)()  # the driver takes as much of each as its parameter is long

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+FETCHED = 512  # numbers, by one program
 PART_BYTES = 8192  # what one program of `copy_units` copies
 HASHED_BYTES = 4096  # the same of `copy_summed`
 DIGESTS = 8  # that one program of `leaf_digests` computes
@@ -57,6 +58,13 @@ AHEAD = tl.constexpr(4)  # of the sums that are read, so many groups of four are
 def constants(device: torch.device) -> torch.Tensor:
     signed = [word - (1 << 64) if word >> 63 else word for word in CONSTANTS]
     return torch.tensor(signed, dtype=torch.int64, device=device)
+
+
+@triton.jit(do_not_specialize=["count"])
+def fetch(here, there, count, WORDS: tl.constexpr):
+    """A table from pinned memory, read by the GPU itself: its copy engines may have loads queued for milliseconds."""
+    at = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    tl.store(there + at, tl.load(here + at, mask=at < count), mask=at < count)
 
 
 @triton.jit
