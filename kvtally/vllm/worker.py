@@ -38,7 +38,6 @@ log = logging.getLogger("kvtally.vllm")
 
 IDLE_S = 0.2
 SAVE_PAUSE_S = 0.002  # at least, between two looks at copies: nobody waits for them, and each disturbs the engine
-SAVE_GAP_S = 0.0002  # between two of them that are queued: the engine may want the interpreter in between
 ANSWER_PAUSE_S = 0.0001  # between two looks for the store's answer, while other jobs go on
 MOST_LOAD_TURNS = 4  # without one for a save
 # While the engine's thread prepares and launches a step, this one leaves the interpreter to it, so long at most: what
@@ -341,4 +340,4 @@ def _unhurried(steps: Steps) -> Generator[float, None, Checksums]:
             except StopIteration as end:
                 checksums: Checksums = end.value
                 return checksums
-            yield max(pause_s, SAVE_PAUSE_S) if pause_s else SAVE_GAP_S
+            yield max(pause_s, SAVE_PAUSE_S) if pause_s else 0.0
