@@ -7,7 +7,7 @@
 `memory` is one rank's buffer; a `Move` says of which of its blocks an object is made (`core.geometry`) and where its
 slot lies. Both are generators, so that one thread keeps many of them going: each `next` does or queues a part of the
 work and yields 0, or the seconds after which it is worth to look again at what was queued. They end with the checksums
-of what was written to the slots, or of what landed in the engine; None for moves without a seed. Both raise ValueError
+of what was written to the slots, or to the engine's memory; None for moves without a seed. Both raise ValueError
 for blocks that do not fit their memory or slot: those are our own bugs, never a store's fault.
 """
 
