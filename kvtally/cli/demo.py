@@ -3,9 +3,10 @@
     demo ──▶ tiny hybrid model, made on the spot ──▶ kvtally up ──▶ store, prefill, decode, router
       └────▶ requests through the router; kill -9; a flipped byte ──▶ one row each: receipt, answer, what it proves
 
-Each answer is compared with what decode's engine says when it reuses nothing (its own continuation, see
-`testing.deployment`). A step that does not prove what it should makes the exit code 1. Nothing outlives it: `kvtally
-up` ends with this process, and everything lies in one temporary directory. Threading: none.
+Each answer is compared with what decode's engine says when it reuses nothing, by the same arithmetic (its own
+continuation where a prompt was handed over, see `testing.deployment`). A step that does not prove what it should makes
+the exit code 1. Nothing outlives it: `kvtally up` ends with this process, and everything lies in one temporary
+directory. Threading: none.
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ def play(up: Deployment, doing: Callable[[str], None]) -> Iterator[Row]:
 
     doing("asking decode alone, for what the answer must be")
     prompt, alone = up.continued(tokens(PROMPT_TOKENS - 1))
+    computed = up.computed(prompt)
     doing("prefill, then decode")
     first = _Asked(up, prompt, alone)
     yield first.row(
@@ -181,7 +183,7 @@ def play(up: Deployment, doing: Callable[[str], None]) -> Iterator[Row]:
     doing("flipping bytes in the store's memory")
     up.forget(up.decode)
     _flip(up)
-    tampered = _Asked(up, prompt, alone)
+    tampered = _Asked(up, prompt, computed)
     yield tampered.row(
         "a flipped byte",
         "bytes that are not what they should be are not used: decode computes them again, and says why",
@@ -197,7 +199,7 @@ class _Asked:
         begun = time.monotonic()
         self.answer = up.complete(prompt, stream=stream)
         self._seconds = time.monotonic() - begun
-        # Where more than one token was computed, rounding may differ from the reference: tokens are what counts then.
+        # Prefill may have cut the prompt into other steps than the reference: then rounding differs, and tokens count.
         self._is_equal = alone is None or self.answer.tokens == alone.tokens
         self.told = self.answer.told
         self.reused, self.computed = (_number(self.told.get(f"{what}-tokens", "")) for what in ("reused", "computed"))

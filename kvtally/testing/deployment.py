@@ -212,6 +212,12 @@ class Deployment:
         alone = post(f"{self.decode}/v1/completions", salted)
         return [*tokens, alone.tokens[0]], Answer(alone.tokens[1:], alone.logprobs[1:], {}, alone.margins[1:])
 
+    def computed(self, tokens: Sequence[int], max_tokens: int = 8) -> Answer:
+        """What decode's engine says to a prompt that it computes as a whole, with nothing reused. What it computes
+        again has this arithmetic; that of `continued` rounds differently."""
+        salted = body(tokens, max_tokens, cache_salt=f"alone-{time.monotonic_ns()}")
+        return post(f"{self.decode}/v1/completions", salted)
+
     def forget(self, *engines: str) -> None:
         """Reset engines' own prefix caches; they refuse while blocks are in use."""
 
