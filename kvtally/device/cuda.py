@@ -33,6 +33,7 @@ from kvtally.device.pinning import PinnedArena
 from kvtally.device.units import (
     LEAF_COLUMNS,
     LENGTH_COLUMN,
+    MOST_BLOCKS,
     SHORTEST_BYTES,
     Table,
     leaf_rows,
@@ -46,7 +47,7 @@ log = logging.getLogger("kvtally.device")
 
 # The thread that queues copies shares its interpreter with the engine's. It must not keep the bus waiting when its turn
 # comes late, so several stages are filled ahead (loads are waited for, saves are not); and it must seldom ask for its
-# turn, so stages are large, and all but the kernels are queued by calls that keep the interpreter (`driver`).
+# turn, so stages are large, and everything is queued by calls that keep the interpreter (`driver`).
 STAGE_BYTES = 80 << 20  # 1.5 ms of bus
 LOAD_STAGES = 3
 # What a prefill leaves to be saved is queued while the GPU still computes it and the engine's thread waits. So there
@@ -59,7 +60,7 @@ FULL_PAUSE_S = 0.0006
 SHARED_PAUSE_S = 0.0008
 END_PAUSE_S = 0.0001
 
-SUMS_BYTES = 32 << 10  # of a leaf: 64 bytes for each of at most 512 blocks
+SUMS_BYTES = 8 * 8 * MOST_BLOCKS  # of a leaf: eight numbers for each block
 NUMBER_BYTES = 4  # a whole number among a kernel's arguments
 NO_LEAVES: Table = np.empty((0, LEAF_COLUMNS), dtype=np.int64)
 
@@ -113,7 +114,8 @@ class Stage:
             event.record(torch.cuda.current_stream(device))  # only now it has a handle
         self.is_taken = False
         self.table = Twins(device, 4096)
-        self.digests = Twins(device, max(64, buffer.numel() // LEAF_BYTES))
+        self.most_leaves = buffer.numel() // LEAF_BYTES + 1
+        self.digests = Twins(device, self.most_leaves)
 
     def digest_bytes(self, first: int, count: int) -> bytes:
         """Of leaves, once `done`."""
@@ -129,8 +131,7 @@ class Lane:
         made = [torch.empty(stage_bytes, dtype=torch.uint8, device=device) for _ in range(buffers)]
         self.stages = [Stage(device, made[number % buffers]) for number in range(stages)]
         # What one kernel leaves to the next; they follow each other on a stream, so all batches share it.
-        self.most_leaves = stage_bytes // LEAF_BYTES + 1
-        self.sums = torch.empty(self.most_leaves * SUMS_BYTES, dtype=torch.uint8, device=device)
+        self.sums = torch.empty(self.stages[0].most_leaves * SUMS_BYTES, dtype=torch.uint8, device=device)
         # For each buffer when what was last queued there is done.
         self.emptied = {stage.address: stage.done for stage in self.stages}
 
@@ -147,12 +148,14 @@ class Lane:
 
 
 class Part(NamedTuple):
-    """One object of a batch: its number among all moves of the transfer, and where it lies in the stage."""
+    """One object of a batch: its number among all moves of the transfer, where it lies in the stage, and the number of
+    its first leaf there."""
 
     number: int
     move: Move
     start: int
     length: int
+    leaf: int
 
 
 @dataclass(slots=True)
@@ -161,17 +164,16 @@ class Batch:
 
     unit: int
     stage: Stage
-    most_leaves: int
     parts: list[Part] = field(default_factory=list)
     size_bytes: int = 0
     leaves: int = 0
 
     def takes(self, unit: int, length: int) -> bool:
         has_room = self.size_bytes + length <= self.stage.buffer.numel()
-        return unit == self.unit and has_room and self.leaves + leaf_count(length) <= self.most_leaves
+        return unit == self.unit and has_room and self.leaves + leaf_count(length) <= self.stage.most_leaves
 
     def add(self, number: int, move: Move, length: int) -> Part:
-        part = Part(number, move, self.size_bytes, length)
+        part = Part(number, move, self.size_bytes, length, self.leaves)
         self.parts.append(part)
         self.size_bytes += -(-length // SHORTEST_BYTES) * SHORTEST_BYTES
         self.leaves += leaf_count(length)
@@ -205,9 +207,9 @@ class CudaCopies:
         if not self._uses_kernels:
             return
         stage = self._out.stages[0]
+        address = np.full(1, stage.address + stage.buffer.numel() // 2, dtype=np.int64)
+        self._driver.enter()
         for unit in sorted(set(map(unit_of, sizes_bytes)) - {0}):
-            address = np.full(1, stage.address + stage.buffer.numel() // 2, dtype=np.int64)
-            self._driver.enter()
             for leaves in (NO_LEAVES, leaf_rows(unit, 0, 0)):
                 tables = _fill(stage.table, address, leaves)
                 self._upload(self._out, stage, tables)
@@ -275,7 +277,7 @@ class CudaCopies:
                             self._collect(queued.popleft(), checksums)
                         else:  # waits for our own oldest, or for somebody else's
                             yield FULL_PAUSE_S * (len(lane.stages) - 1)
-                    batch = Batch(unit, stage, lane.most_leaves)
+                    batch = Batch(unit, stage)
                     queued.append(batch)
                 if index == 0:  # not before: what others have queued by then need not wait for it
                     lane.pages.wait_event(after)
@@ -353,8 +355,8 @@ class CudaCopies:
             driver.wait(bus, crossed)
             for part in batch.parts:
                 self._cross(lane, stage, part)
+            lane.emptied[stage.address] = stage.done
         driver.record(done, pages if is_load else bus)
-        lane.emptied[stage.address] = stage.done
 
     def _upload(self, lane: Lane, stage: Stage, tables: Tables) -> None:
         """A load's goes up on the bus, behind what was loaded: no later copy goes first. A save's would wait there for
@@ -374,12 +376,10 @@ class CudaCopies:
                 for part in batch.parts
             ]
         )
-        rows, digest = [NO_LEAVES], 0
-        for part in batch.parts if any(part.move.seed is not None for part in batch.parts) else ():
-            rows.append(leaf_rows(part.length, part.start // unit, digest))
-            digest += leaf_count(part.length)
-        batch.stage.digests.reserve(digest)
-        return _fill(batch.stage.table, units, np.concatenate(rows))
+        leaves = NO_LEAVES
+        if any(part.move.seed is not None for part in batch.parts):
+            leaves = np.concatenate([leaf_rows(part.length, part.start // unit, part.leaf) for part in batch.parts])
+        return _fill(batch.stage.table, units, leaves)
 
     def _launch(self, lane: Lane, stage: Stage, unit: int, tables: Tables, *, into_stage: bool) -> None:
         """Pages to the stage or back, with digests if there are leaves. What is hashed is what is copied: a page that
@@ -424,14 +424,11 @@ class CudaCopies:
 
     def _collect(self, batch: Batch, checksums: Checksums) -> None:
         """A batch is done: its objects' checksums, and its stage is free again."""
-        digest = 0
-        for number, move, _, length in batch.parts:
-            count = leaf_count(length)
+        for number, move, _, length, leaf in batch.parts:
             if move.seed is not None and batch.unit:
-                checksums[number] = root(batch.stage.digest_bytes(digest, count), move.seed)
+                checksums[number] = root(batch.stage.digest_bytes(leaf, leaf_count(length)), move.seed)
             elif move.seed is not None:
                 checksums[number] = checksum(move.pieces, move.seed)
-            digest += count
         batch.stage.is_taken = False
 
 

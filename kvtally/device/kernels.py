@@ -23,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvtally.device import units
+
 FETCHED = 512  # numbers, by one program
 PART_BYTES = 8192  # what one program of `copy_units` copies
 HASHED_BYTES = 4096  # the same of `copy_summed`
@@ -48,10 +50,10 @@ def _words(offset: int, count: int) -> tuple[int, ...]:
 # What `leaf_digests` reads: the secret's words, those for the last stripe, those of the merge, the accumulators' start.
 CONSTANTS = (*_words(0, 24), *_words(121, 8), *_words(11, 8), *START)
 LAST, MERGE, BEGIN = tl.constexpr(24), tl.constexpr(32), tl.constexpr(40)
-BLOCKS = tl.constexpr(HASHED_BYTES // 1024)
+BLOCKS = tl.constexpr(HASHED_BYTES // units.BLOCK_BYTES)
 LEAVES = tl.constexpr(DIGESTS)
-LEAF_BLOCKS = tl.constexpr(512)  # at most
-LEAF_COLUMNS = tl.constexpr(5)
+MOST_BLOCKS = tl.constexpr(units.MOST_BLOCKS)
+LEAF_COLUMNS = tl.constexpr(units.LEAF_COLUMNS)
 AHEAD = tl.constexpr(4)  # of the sums that are read, so many groups of four are under way at once
 
 
@@ -131,7 +133,7 @@ def copy_summed(table, leaves_at, constant, sums, buffer, UNIT: tl.constexpr, IN
     sum0 = tl.sum(_product(even ^ tl.load(secret)[None, :, :]) + odd, axis=1)
     sum1 = tl.sum(_product(odd ^ tl.load(secret + 1)[None, :, :]) + even, axis=1)
     numbers = block + tl.arange(0, BLOCKS)
-    there = sums.to(tl.pointer_type(tl.uint64)) + (leaf * LEAF_BLOCKS + numbers)[:, None] * 8
+    there = sums.to(tl.pointer_type(tl.uint64)) + (leaf * MOST_BLOCKS + numbers)[:, None] * 8
     there += tl.arange(0, 4)[None, :] * 2
     is_whole = (tl.arange(0, BLOCKS) * 1024 < left - 1024)[:, None]  # the last block is another matter
     tl.store(there, sum0, mask=is_whole)
@@ -171,7 +173,7 @@ def leaf_digests(table, leaves_at, constant, sums, buffer, digests, leaves, UNIT
     scramble0, scramble1 = tl.load(constant + 16 + pair), tl.load(constant + 17 + pair)
     none = tl.zeros((LEAVES, 1), tl.int32)
     sum0, sum1 = tl.load(constant + BEGIN + pair + none), tl.load(constant + BEGIN + 1 + pair + none)
-    added = sums.to(tl.pointer_type(tl.uint64)) + (leaf * LEAF_BLOCKS * 8)[:, None] + pair
+    added = sums.to(tl.pointer_type(tl.uint64)) + (leaf * MOST_BLOCKS * 8)[:, None] + pair
     for first in tl.range(0, tl.max(blocks), 4, num_stages=AHEAD):
         for more in tl.static_range(4):
             block = first + more

@@ -21,6 +21,8 @@ ALIGNMENT_BYTES = 16  # what one thread loads at once
 LENGTH_PRIME = np.uint64(0x9E3779B185EBCA87)  # xxh3 mixes an input's length with it
 LEAF_COLUMNS = 5
 LENGTH_COLUMN = 2
+BLOCK_BYTES = 1024  # of xxh3: between two of them it scrambles its accumulators
+MOST_BLOCKS = 2 * LEAF_BYTES // BLOCK_BYTES  # of a leaf: it is shorter than two (`leaf_count`)
 
 Table = NDArray[np.int64]
 

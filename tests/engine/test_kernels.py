@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 SCRIPT = """
 import numpy as np, torch, xxhash
 from kvtally.device import kernels
-from kvtally.device.units import leaf_rows
+from kvtally.device.units import MOST_BLOCKS, leaf_rows
 
 pick = np.random.default_rng(5)
 for unit, units, lengths in ((256, 300, (256, 512, 1_280, 76_800)), (4096, 144, (4096, 65_536, 520_192, 589_824))):
@@ -42,7 +42,7 @@ for unit, units, lengths in ((256, 300, (256, 512, 1_280, 76_800)), (4096, 144, 
 
     def hashed(**options):
         digests.zero_()
-        sums = torch.zeros(len(leaves) * 512 * 8, dtype=torch.int64)
+        sums = torch.zeros(len(leaves) * MOST_BLOCKS * 8, dtype=torch.int64)
         grid = (len(leaves), -(-int(leaves[:, 2].max()) // kernels.HASHED_BYTES))
         kernels.copy_summed[grid](tables, units, constants, sums, buffer, UNIT=unit, **options)
         known = (tables, units, constants, sums, buffer, digests, len(leaves))
@@ -73,7 +73,32 @@ for unit, units, lengths in ((256, 300, (256, 512, 1_280, 76_800)), (4096, 144, 
 print("same")
 """
 
-COPIES = """
+# Where a script has its `Event`, `Stream` and `Driver`: the rest of what a GPU is to `device.cuda`, and what is copied.
+FAKED = """
+class Runtime:
+    cudaHostRegister = cudaHostUnregister = staticmethod(lambda *_: 0)
+
+empty, engine = torch.empty, Stream()
+torch.empty = lambda *size, pin_memory=False, **options: empty(*size, **options)
+torch.cuda.Event, torch.cuda.Stream, torch.cuda.cudart = Event, Stream, Runtime
+torch.cuda.stream = torch.cuda.device = lambda _: contextlib.nullcontext()
+torch.cuda.current_stream, torch.cuda.set_device = lambda _: engine, lambda _: None
+torch.cuda.synchronize = lambda _: engine.synchronize()
+
+from kvtally.device import cuda
+from kvtally.shm import map_arena
+from tests.gpu import copies
+
+cuda.Driver = Driver
+copies.MEMORY_BYTES = 3 << 19
+arena = os.memfd_create("arena")
+os.ftruncate(arena, 32 << 20)
+mapping = map_arena(arena, 32 << 20, writable=True)
+memory = torch.empty(copies.MEMORY_BYTES, dtype=torch.uint8)
+"""
+
+COPIES = (
+    """
 import contextlib, ctypes, os, random, sys, torch
 
 class Event:
@@ -97,28 +122,11 @@ class Driver:
     def is_done(self, event): event.looks -= 1; return event.looks < 0
     def kernel(self, compiled, sizes): return None
 
-class Runtime:
-    cudaHostRegister = cudaHostUnregister = staticmethod(lambda *_: 0)
-
-empty = torch.empty
-torch.empty = lambda *size, pin_memory=False, **options: empty(*size, **options)
-torch.cuda.Event, torch.cuda.Stream, torch.cuda.cudart = Event, Stream, Runtime
-torch.cuda.stream = torch.cuda.device = lambda _: contextlib.nullcontext()
-torch.cuda.current_stream, torch.cuda.set_device = lambda _: Stream(), lambda _: None
-torch.cuda.synchronize = lambda _: None
-
-from kvtally.device import cuda
-from kvtally.shm import map_arena
-from tests.gpu import copies
-
-cuda.Driver = Driver
+"""
+    + FAKED
+    + """
 cuda.STAGE_BYTES = 1 << 20  # so that transfers take several, and wait for one
-copies.MEMORY_BYTES = 3 << 19
 copies.PAGES = (256, 320, 1000, 4096, 18_432, 65_536, 102_144)
-arena = os.memfd_create("arena")
-os.ftruncate(arena, 32 << 20)
-mapping = map_arena(arena, 32 << 20, writable=True)
-memory = torch.empty(copies.MEMORY_BYTES, dtype=torch.uint8)
 for use_kernels, rounds in ((True, 8), (False, 3)):
     it = cuda.CudaCopies(torch.device("cpu"), largest_bytes=0, use_kernels=use_kernels)
     it.prepare([page for page in copies.PAGES if page % 256 == 0])
@@ -132,8 +140,10 @@ for use_kernels, rounds in ((True, 8), (False, 3)):
 assert Driver.copies > 100  # what is pinned is not left to torch
 print("same")
 """
+)
 
-ORDER = """
+ORDER = (
+    """
 import contextlib, ctypes, os, random, torch
 
 pick = random.Random(7)
@@ -177,32 +187,15 @@ class Driver:
             if any(stream.queue for stream in Stream.every): advance()
         return event.reached == event.recorded
 
-class Runtime:
-    cudaHostRegister = cudaHostUnregister = staticmethod(lambda *_: 0)
-
-empty, engine = torch.empty, Stream()
-torch.empty = lambda *size, pin_memory=False, **options: empty(*size, **options)
-torch.cuda.Event, torch.cuda.Stream, torch.cuda.cudart = Event, Stream, Runtime
-torch.cuda.stream = torch.cuda.device = lambda _: contextlib.nullcontext()
-torch.cuda.current_stream, torch.cuda.set_device = lambda _: engine, lambda _: None
-torch.cuda.synchronize = lambda _: engine.synchronize()
-
-from kvtally.device import cuda
-from kvtally.shm import map_arena
-from tests.gpu import copies
-
+"""
+    + FAKED
+    + """
 class Late(cuda.CudaCopies):
     def _run(self, name, grid, stream, arguments, **options):
         stream.add(lambda: getattr(cuda.kernels, name)[grid](*arguments, **options))
 
-cuda.Driver = Driver
 cuda.STAGE_BYTES = 128 << 10  # room for one object: saves use their buffers again and again
-copies.MEMORY_BYTES = 3 << 19
 copies.PAGES = (256, 1024, 4096)
-arena = os.memfd_create("arena")
-os.ftruncate(arena, 32 << 20)
-mapping = map_arena(arena, 32 << 20, writable=True)
-memory = torch.empty(copies.MEMORY_BYTES, dtype=torch.uint8)
 it = Late(torch.device("cpu"), largest_bytes=0)
 it.prepare(copies.PAGES)
 it.pin(mapping)
@@ -222,6 +215,7 @@ except AssertionError as error:
     assert "differ" in str(error), error
     print("same")
 """
+)
 
 
 @pytest.mark.parametrize("script", [SCRIPT, COPIES, ORDER], ids=["kernels", "copies", "order"])
