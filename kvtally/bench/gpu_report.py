@@ -233,11 +233,11 @@ def repeat_ratios(repeat: Repeat) -> dict[str, float]:
         pairs["offload_repeat_over_gpu_hit"] = offload.repeat_s, none.gpu_hit_s
         pairs["offload_cold_over_none"] = offload.cold_s, none.cold_s
     ratios = {key: value / base for key, (value, base) in pairs.items() if value > 0 and base > 0}
-    if none is not None:  # prompt by prompt: within a row each takes longer than the one before, with and without saves
-        for key, arm in (("cold_pairs_over_none", ours), ("offload_cold_pairs_over_none", offload)):
-            ours_s, theirs_s = arm.samples.get("cold", []) if arm is not None else [], none.samples.get("cold", [])
-            if len(ours_s) == len(theirs_s) > 0:
-                ratios[key] = statistics.median(map(truediv, ours_s, theirs_s))
+    # Prompt by prompt: within a row each takes longer than the one before, with and without saves.
+    cold = {name: arm.samples.get("cold", []) for name, arm in repeat.arms.items()}
+    for key, engine in (("cold_pairs_over_none", "kvtally"), ("offload_cold_pairs_over_none", "offload")):
+        if len(cold.get(engine, [])) == len(cold.get("none", [])) > 0:
+            ratios[key] = statistics.median(map(truediv, cold[engine], cold["none"]))
     if repeat.disk is not None:
         ratios["disk_over_limit"] = repeat.disk.ratio
         ratios["disk_staged_over_limit"] = repeat.disk.staged_ratio

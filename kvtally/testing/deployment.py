@@ -208,8 +208,7 @@ class Deployment:
     def continued(self, tokens: Sequence[int], max_tokens: int = 8) -> tuple[list[int], Answer]:
         """A prompt of one token more, and what decode's engine says to it having computed all of it but that token:
         its own continuation, with nothing reused. The arithmetic is that of a handed over prompt, to the bit."""
-        salted = body(tokens, max_tokens + 1, cache_salt=f"alone-{time.monotonic_ns()}")
-        alone = post(f"{self.decode}/v1/completions", salted)
+        alone = self.computed(tokens, max_tokens + 1)
         return [*tokens, alone.tokens[0]], Answer(alone.tokens[1:], alone.logprobs[1:], {}, alone.margins[1:])
 
     def computed(self, tokens: Sequence[int], max_tokens: int = 8) -> Answer:
