@@ -3,9 +3,11 @@
     arrived ──early──▶ inquiry ──────────────────────▶ answer      while the request is queued: nobody waits
                           ▲ answer(): the scheduler comes to it     from now on the engine waits, with a deadline
 
-One inquiry for each life of a request, whatever the order and number of calls. An early answer that is no longer worth
-anything (its lease has expired, or the prompt was not all there and more may have been saved since) is asked for once
-more. Owns also what the store needs to plan: how many requests have not begun, and how fast this engine computes.
+An engine that has nothing else to do comes to a request at once, and knows then what its own cache covers: asking is
+left until then. One inquiry for each life of a request, whatever the order and number of calls. An early answer that is
+no longer worth anything (its lease has expired, or the prompt was not all there and more may have been saved since) is
+asked for once more. Owns also what the store needs to plan: how many requests have not begun, and how fast this engine
+computes.
 
 Neighbours: `scheduler` (left), `inquiry` (right: the thread that asks). Imports no vLLM. Runs in
 vLLM's scheduler thread.
@@ -69,7 +71,8 @@ class Question:
 
 
 class Asking:
-    """`reads`: whether this engine reads at all. The tally is the scheduler half's."""
+    """`reads`: whether this engine reads at all. `may_leave`: whether it may go without an answer (`leave`). The tally
+    is the scheduler half's."""
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class Asking:
         reads: bool = True,
         prefetch: bool = True,
         always_load: bool = False,
+        may_leave: bool = False,
     ) -> None:
         self._inquiries = inquiries
         self._tally = tally
@@ -89,6 +93,8 @@ class Asking:
         self._reads = reads
         self._prefetch = prefetch
         self._always_load = always_load
+        self._may_leave = may_leave
+        self._left_until_seen: Question | None = None  # asked about at the end of the next step, if not before
         self._waiting = 0  # requests that have not begun
         self._running = 0  # those that have
         self._has_waited = False  # in this step
@@ -101,7 +107,11 @@ class Asking:
     def arrived(self, question: Question) -> None:
         self._waiting += 1
         # The tokens of a streaming input are not complete yet: it is asked about when it is scheduled.
-        if self._prefetch and not question.request.resumable:
+        if not self._prefetch or question.request.resumable:
+            return
+        if self._may_leave and self._waiting == 1 and not self._running:
+            self._left_until_seen = question
+        else:
             self._ask(question, is_early=True)
 
     def answer(self, question: Question) -> Answer | None:
@@ -146,6 +156,8 @@ class Asking:
             self._running -= 1
         else:
             self._waiting -= 1
+        if question is self._left_until_seen:
+            self._left_until_seen = None
         self._cancel(question)
 
     def forget(self, question: Question) -> None:
@@ -237,6 +249,9 @@ class Asking:
 
     def step_launched(self, tokens: int) -> None:
         self._has_waited = False
+        question, self._left_until_seen = self._left_until_seen, None
+        if question is not None and question.inquiry is None and question.answer is None:  # the scheduler did not come
+            self._ask(question, is_early=True)
         if tokens:
             self._steps.append((time.monotonic_ns(), tokens))
 

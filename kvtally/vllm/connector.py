@@ -263,9 +263,12 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls this first in every step. What finished requests left behind is saved now, not after the step's
         forward: somebody may be waiting for a hand-off, and a step can take long."""
-        if self._worker is not None and isinstance(kv_connector_metadata, Metadata):
-            self._worker.prepare()
-            self._worker.save(kv_connector_metadata.late_saves)
+        metadata = kv_connector_metadata
+        if self._worker is not None and isinstance(metadata, Metadata):
+            if not metadata.is_idle:
+                self._worker.prepare()
+            self._worker.load_first(metadata.early_loads)
+            self._worker.save(metadata.late_saves)
 
     @edge(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

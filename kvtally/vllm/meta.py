@@ -49,6 +49,7 @@ class SaveJob:
 @dataclass(slots=True)
 class Metadata(KVConnectorMetadata):
     loads: list[LoadJob] = field(default_factory=list)
+    early_loads: list[LoadJob] = field(default_factory=list)  # these need not wait for the step: it touches no block
     saves: list[SaveJob] = field(default_factory=list)  # of what this step computes
     late_saves: list[SaveJob] = field(default_factory=list)  # of finished requests: these need not wait for the step
     is_idle: bool = False  # nothing is computed in this step: the engine only waits for transfers

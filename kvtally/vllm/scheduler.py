@@ -51,6 +51,7 @@ class Track(Question):
     """One request on its way through the engine."""
 
     prompt_tokens: int = 0  # of the request as it came: a prefill for somebody else computes one less
+    is_covered: bool = False  # nearly all of it by the engine's own cache: nobody was asked
     has_failed: bool = False  # a load failed: never promise this request anything again
     load: LoadJob | None = None
     is_loading: bool = False
@@ -123,6 +124,7 @@ class SchedulerHalf:
             reads=reads,
             prefetch=prefetch,
             always_load=always_load,
+            may_leave=not self._has_states,
         )
 
     def bind(self, manager: KVCacheManager) -> None:
@@ -159,6 +161,7 @@ class SchedulerHalf:
         if is_covered and self._asking.leave(track):
             known = computed_tokens // self._layout.namespace.chunk_tokens
             track.saved_chunks = max(track.saved_chunks, known)  # they were saved when they were computed
+            track.is_covered = True
             return 0, False
         if track.answer is None:
             answer = self._asking.answer(track)
@@ -262,7 +265,12 @@ class SchedulerHalf:
             if not is_planned:  # the edge turns this into an empty step: nobody would ever report these jobs
                 self._unhold(job.id for job in saves)
         is_idle = not output.total_num_scheduled_tokens
-        metadata = Metadata(self._loads, saves, self._late_saves, is_idle=is_idle)
+        touches_blocks = not is_idle or output.new_block_ids_to_zero or output.kv_cache_block_copies
+        metadata = Metadata(saves=saves, late_saves=self._late_saves, is_idle=is_idle)
+        if touches_blocks:
+            metadata.loads = self._loads
+        else:
+            metadata.early_loads = self._loads
         self._loads, self._late_saves = [], []
         return metadata
 
@@ -283,7 +291,9 @@ class SchedulerHalf:
                 self._file_receipt(track)  # before the first token goes out: whoever gets it may ask for the receipt
             if self._is_saved(track):  # what is left now is saved with a later step
                 items = self._chunk_items(track, computed_end, tables)
-                items += self._tail_items(track, computed_end, tables)
+                # Chains of a long prompt take time: of one that was covered the first token does not wait for them.
+                if not track.is_covered or computed_end > track.request.num_prompt_tokens:
+                    items += self._tail_items(track, computed_end, tables)
                 self._add_job(saves, track, items)
         for request_id, offers in state.boundary_state_offloads.items():
             track = self._tracks.get(request_id)
@@ -458,11 +468,14 @@ class SchedulerHalf:
         return None
 
     def _save_answer_tail(self, track: Track, block_ids: Sequence[Sequence[int]]) -> None:
-        """The end of the conversation so far, so that its next turn goes on from here."""
+        """The end of the conversation so far, so that its next turn goes on from here, and what was left until now."""
         end = min(track.request.num_computed_tokens, track.request.num_tokens)
-        if end > track.request.num_prompt_tokens and self._is_path_free(track):
-            items = self._chunk_items(track, end, block_ids)  # those that were left while too many blocks were held
-            self._add_job(self._late_saves, track, items + self._end_items(track, end, block_ids))
+        if not self._is_path_free(track):
+            return
+        items = self._tail_items(track, end, block_ids)
+        if end > track.request.num_prompt_tokens:
+            items += self._chunk_items(track, end, block_ids) + self._end_items(track, end, block_ids)
+        self._add_job(self._late_saves, track, items)
 
     def _end_items(self, track: Track, end: int, block_ids: Sequence[Sequence[int]]) -> list[SaveItem]:
         """Everything at the end of what a finished request has computed; nothing if a state there is missing.

@@ -43,6 +43,7 @@ MOST_LOAD_TURNS = 4  # without one for a save
 # While the engine's thread prepares and launches a step, this one leaves the interpreter to it, so long at most: what
 # is queued keeps the bus busy for about as long.
 QUIET_S = 0.002
+BEGIN_S = 0.001  # how long an engine that has nothing to compute waits until its load is on the way
 
 R = TypeVar("R")
 
@@ -90,6 +91,7 @@ class WorkerHalf:
         self._is_serving = False
         self._quiet_until_s = 0.0
         self._is_launched = threading.Event()
+        self._has_begun = threading.Event()  # some load, since it was last cleared
         self._news = threading.Condition()  # guards what follows; told whenever a job is done
         self._unfinished = 0  # jobs given and not done
         self._results = Results()
@@ -110,8 +112,16 @@ class WorkerHalf:
         self._quiet_until_s = time.monotonic() + QUIET_S
 
     def load(self, jobs: list[LoadJob]) -> None:
-        """Called after the step was launched: blocks to be loaded may still be zeroed by it."""
+        """Called after the step was launched, if that touches any block: those to be loaded may be zeroed by it."""
         self._give(jobs)
+
+    def load_first(self, jobs: list[LoadJob]) -> None:
+        """Called at the beginning of a step that touches no block. What is left of it is done while bytes are on their
+        way: the thread would not get the interpreter before its end."""
+        if jobs:
+            self._has_begun.clear()
+            self._give(jobs)
+            self._has_begun.wait(BEGIN_S)
 
     def save(self, jobs: list[SaveJob]) -> None:
         """Called after the step was launched: blocks to be saved may still be written by it."""
@@ -163,6 +173,7 @@ class WorkerHalf:
         """A turn for one load, and for a save if loads have nothing to do or have had enough."""
         if self._loads or self._saves:
             pause_s = self._load_some()
+            self._has_begun.set()
             self._load_turns = self._load_turns + 1 if pause_s == 0 else MOST_LOAD_TURNS
             if self._load_turns >= MOST_LOAD_TURNS:
                 self._load_turns = 0

@@ -154,6 +154,24 @@ def test_a_step_that_takes_long_does_not_keep_copies_waiting(scene: Scene, monke
     eventually(lambda: scene.landed.tobytes() == scene.content.tobytes())
 
 
+def test_an_idle_engine_goes_on_when_its_load_is_under_way(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtally.vllm.meta import LoadJob
+
+    monkeypatch.setattr("kvtally.vllm.worker.BEGIN_S", 60.0)
+    begun = time.monotonic()
+    scene.worker.load_first([LoadJob("r", scene.lease().share(), ENDS, ENDS[-1], 0, [TABLE])])
+    assert time.monotonic() - begun < 30
+    assert scene.end().reason == ""
+    scene.worker.load_first([])  # nothing to wait for
+
+
+def test_an_idle_engine_does_not_wait_for_a_thread_that_does_nothing(scene: Scene) -> None:
+    from kvtally.vllm.meta import LoadJob
+
+    scene.worker.stop()
+    scene.worker.load_first([LoadJob("r", scene.lease().share(), ENDS, ENDS[-1], 0, [TABLE])])
+
+
 def test_an_idle_engine_hears_of_a_load_before_it_waits_for_what_else_is_under_way(scene: Scene) -> None:
     scene.worker._unfinished += 1  # a save that takes its time
     assert scene.load(scene.lease()).reason == ""

@@ -39,36 +39,41 @@ class Pool:
 class Scene:
     """One engine whose requests compute a chunk with each step."""
 
-    def __init__(self, inquiries: Asked) -> None:
+    def __init__(self, inquiries: Asked, *, reads: bool = False) -> None:
         from kvtally.vllm.layout import EngineLayout
         from kvtally.vllm.scheduler import SchedulerHalf
 
         layout = EngineLayout(namespace=DENSE, group_ids=(0,), layer_names=(("l",),), block_tokens=BLOCK)
         self.pool = Pool()
-        self.half = SchedulerHalf(layout, inquiries, world_size=1, wait_ms=0, reads=False)
+        self.half = SchedulerHalf(layout, inquiries, world_size=1, wait_ms=2000, reads=reads)
         self.half.bind(SimpleNamespace(block_pool=self.pool))  # type: ignore[arg-type]
         self.tables: dict[str, list[int]] = {}
         self.asked: dict[str, Any] = {}
 
-    def arrive(self, name: str, first_block: int, tokens: int, **changes: Any) -> None:
+    def arrive(self, name: str, first_block: int, tokens: int, *, computed: int = 0, **changes: Any) -> None:
         self.tables[name] = list(range(first_block, first_block + -(-tokens // BLOCK)))
         self.asked[name] = request(name, [first_block] * tokens, **changes)
         self.half.on_new_request(self.asked[name])
-        self.half.matched_tokens(self.asked[name], 0)
+        self.half.matched_tokens(self.asked[name], computed)
+        self.asked[name].num_computed_tokens = computed
 
-    def step(self, *names: str) -> list[list[int]]:
+    def step(self, *names: str, tokens: int = CHUNK, **changes: Any) -> list[list[int]]:
         """The blocks that are to be saved, job by job."""
-        state = SimpleNamespace(get_block_ids=lambda name: [self.tables[name]], boundary_state_offloads={})
-        scheduled = dict.fromkeys(names, CHUNK)
-        output = SimpleNamespace(
-            num_scheduled_tokens=scheduled,
-            total_num_scheduled_tokens=sum(scheduled.values()),
-            kv_connector_block_state=state,
-        )
-        metadata = self.half.build_metadata(output)  # type: ignore[arg-type]
+        saves = self.metadata(dict.fromkeys(names, tokens), **changes).saves
         for name in names:
-            self.asked[name].num_computed_tokens += CHUNK
-        return [[block for item in job.items for block in item.block_ids] for job in metadata.saves]
+            self.asked[name].num_computed_tokens += tokens
+        return [blocks(job) for job in saves]
+
+    def metadata(self, scheduled: dict[str, int], **changes: Any) -> Any:
+        state = SimpleNamespace(get_block_ids=lambda name: [self.tables[name]], boundary_state_offloads={})
+        output = {
+            "num_scheduled_tokens": scheduled,
+            "total_num_scheduled_tokens": sum(scheduled.values()),
+            "kv_connector_block_state": state,
+            "new_block_ids_to_zero": None,
+            "kv_cache_block_copies": None,
+        }
+        return self.half.build_metadata(SimpleNamespace(**output | changes))  # type: ignore[arg-type]
 
     def saved(self, *jobs: int, lost: dict[int, str] | None = None) -> None:
         from kvtally.vllm.meta import WorkerReport
@@ -84,6 +89,10 @@ class Scene:
     def hand_over(self, name: str) -> Any:
         self.asked[name].num_computed_tokens = self.asked[name].num_prompt_tokens
         return self.half.finished(self.asked[name], [self.tables[name]])
+
+
+def blocks(job: Any) -> list[int]:
+    return [block for item in job.items for block in item.block_ids]
 
 
 @pytest.fixture
@@ -158,7 +167,45 @@ def test_a_hand_off_saves_what_was_left(scene: Scene) -> None:
     answer = scene.hand_over("p")
     assert answer is not None
     assert answer.saved_tokens == scene.asked["p"].num_prompt_tokens
-    (job,) = scene.half.build_metadata(
-        SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0, kv_connector_block_state=None)  # type: ignore[arg-type]
-    ).late_saves
+    (job,) = scene.metadata({}).late_saves
     assert [(item.start_tokens, item.end_tokens) for item in job.items] == [(0, 64), (64, 128), (128, 129)]
+
+
+@pytest.fixture
+def covered(inquiries: Asked, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    """A request of which the engine's own cache has nearly all."""
+    monkeypatch.setattr("kvtally.vllm.asking.Asking.is_trifle", lambda self, track, tokens: tokens <= CHUNK // 2)
+    scene = Scene(inquiries, reads=True)
+    scene.arrive("a", 1, 2 * CHUNK - 15, computed=CHUNK + 32)
+    return scene
+
+
+def test_of_a_covered_prompt_nobody_is_asked_and_its_end_is_saved_after_its_first_token(
+    covered: Scene, inquiries: Asked
+) -> None:
+    assert inquiries.asked == []
+    assert covered.step("a", tokens=17) == []
+    assert covered.step("a", tokens=1) == [[5, 6, 7]]
+    assert covered.step("a", tokens=1) == []
+
+
+def test_a_covered_prompt_that_ends_with_its_first_token_is_saved_all_the_same(covered: Scene) -> None:
+    covered.step("a", tokens=17)
+    covered.half.finished(covered.asked["a"], [covered.tables["a"]])
+    (job,) = covered.metadata({}).late_saves
+    assert blocks(job) == [5, 6, 7]
+
+
+def test_loads_wait_for_a_step_that_touches_blocks_and_for_no_other(scene: Scene) -> None:
+    scene.arrive("a", 1, 2 * CHUNK)
+    job: Any = object()
+    for changes, is_early in (
+        ({"scheduled": {}}, True),
+        ({"scheduled": {"a": 1}}, False),
+        ({"scheduled": {}, "new_block_ids_to_zero": [3]}, False),
+        ({"scheduled": {}, "kv_cache_block_copies": [object()]}, False),
+    ):
+        scene.half._loads = [job]
+        metadata = scene.metadata(**changes)  # type: ignore[arg-type]
+        assert (metadata.early_loads, metadata.loads) == (([job], []) if is_early else ([], [job]))
+        assert scene.half._loads == []

@@ -242,6 +242,43 @@ def test_what_was_asked_for_a_trifle_is_given_back(bench: Bench, store: Running)
     late.stop()
 
 
+def test_an_idle_engine_first_looks_at_its_own_cache(asking: Callable[..., Asking], inquiries: Asked) -> None:
+    """What that covers, the store never hears of."""
+    scheduler = asking(may_leave=True)
+    asked = question()
+    scheduler.arrived(asked)
+    assert scheduler.leave(asked)
+    scheduler.began(asked)
+    scheduler.step_launched(1)
+    assert inquiries.asked == []
+    second = question("second")
+    scheduler.arrived(second)  # the engine is no longer idle
+    assert [inquiry.is_early for inquiry in inquiries.asked] == [True]
+
+
+def test_whom_the_scheduler_does_not_come_to_is_asked_about_after_its_step(
+    asking: Callable[..., Asking], inquiries: Asked, bench: Bench
+) -> None:
+    save(bench)
+    scheduler = asking(may_leave=True)
+    asked = question()
+    scheduler.arrived(asked)
+    scheduler.step_launched(0)
+    scheduler.step_launched(0)
+    assert [inquiry.is_early for inquiry in inquiries.asked] == [True]
+    assert matched(scheduler, asked) == 192
+    assert len(inquiries.asked) == 1
+
+
+def test_nobody_asks_about_an_aborted_request(asking: Callable[..., Asking], inquiries: Asked) -> None:
+    scheduler = asking(may_leave=True)
+    asked = question()
+    scheduler.arrived(asked)
+    scheduler.ended(asked)
+    scheduler.step_launched(0)
+    assert inquiries.asked == []
+
+
 def test_an_answer_that_is_there_is_taken(asking: Callable[..., Asking], inquiries: Asked, bench: Bench) -> None:
     save(bench)
     scheduler = asking()
