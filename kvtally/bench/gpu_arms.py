@@ -51,7 +51,7 @@ class Scale(NamedTuple):
     samples: int = 9
     fills: int = 1_000
     repeats: int = 9
-    rounds: int = 3
+    rounds: int = 5
     cold_row: int = 5  # prompts in a row, before the next engine's turn
     more_cold: int = 1_000  # as `fills`
     busy_rounds: int = 5
@@ -274,6 +274,7 @@ class EngineBench:
                     seeds=seeds,
                     tokens=shape.busy_prompt_tokens,
                     decode_seeds=list(range(first, first + DECODES)),
+                    bus_bytes=shape.busy_bytes * len(seeds),
                 )
                 watched = child.ask(watch, Watched, WATCH_S)
                 self._settle(child)

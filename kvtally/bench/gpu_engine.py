@@ -37,6 +37,7 @@ BRIEF_PAUSE_S = 0.2
 TOKENS = range(10, 31_000)
 DECODE_PROMPT_TOKENS = 64
 GIB = 1 << 30
+PIECE_BYTES = 64 << 20  # of a plain copy
 
 _COMMON = {
     "vocab_size": 32_000,
@@ -93,6 +94,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     more_cold: int = 0  # prompts that are asked for only once: what saving costs is little beside how times vary
     busy_requests: int = 16
     busy_prompt_tokens: int = 3_000
+    busy_bytes: int = 0  # what loading one such prompt brings to the GPU
 
 
 SHAPES = {
@@ -107,6 +109,7 @@ SHAPES = {
         host_bytes=40 * GIB,
         gpu_bytes=60 * GIB,
         reads_disk=False,
+        busy_bytes=3_000 * 16 * 4_096 + 48 * 1_634_304,  # attention, and one state
     ),
     "dense-8b": Shape(
         config=_COMMON | _DENSE_8B,
@@ -120,15 +123,18 @@ SHAPES = {
         host_bytes=24 * GIB,
         gpu_bytes=40 * GIB,
         reads_disk=True,
+        busy_bytes=3_000 * 36 * 4_096,
     ),
 }
 
 
 class Source(StrEnum):
-    """Where requests that arrive find their KV: nothing arrives, the engine's own prefix cache, a connector's."""
+    """Where requests that arrive find their KV: nothing arrives, the engine's own prefix cache, the same with as many
+    bytes as a load would bring beside it, a connector's."""
 
     ALONE = "alone"
     OWN = "own"
+    BUS = "bus"
     REPEATS = "repeats"
 
 
@@ -167,6 +173,7 @@ class Watch(msgspec.Struct, frozen=True, tag="watch", kw_only=True):
     seeds: list[int]  # of the prompts that arrive
     tokens: int
     decode_seeds: list[int]
+    bus_bytes: int = 0  # plain copies to the GPU, begun when the requests arrive, if that is the source
     lead_tokens: int = 32
     window_tokens: int = 64
     more_tokens: int = 32
@@ -255,13 +262,14 @@ class Engine:
     def watch(self, watch: Watch) -> Watched:
         if watch.source is Source.REPEATS:
             self._forget()
-        elif watch.source is Source.OWN:
+        elif watch.source in (Source.OWN, Source.BUS):
             prompts = [_request(seed, watch.tokens) for seed in watch.seeds]
             self._llm.generate(prompts, self._sampling(1), use_tqdm=False)
             self._drain()
         decode_tokens = watch.lead_tokens + watch.window_tokens + watch.more_tokens
         decodes = self._add(watch.decode_seeds, DECODE_PROMPT_TOKENS, decode_tokens)
         arriving = [_request(seed, watch.tokens) for seed in watch.seeds] if watch.source is not Source.ALONE else []
+        burden = _Burden(watch.bus_bytes) if watch.source is Source.BUS else None
         times: dict[str, list[float]] = {name: [] for name in decodes}
         firsts: dict[str, float] = {}
         cached: dict[str, int] = {}
@@ -280,6 +288,8 @@ class Engine:
                     firsts[name], cached[name] = now_s, output.num_cached_tokens or 0
             if arrived_s is None and all(len(each) >= watch.lead_tokens for each in times.values()):
                 arrived_s = time.perf_counter()
+                if burden is not None:
+                    burden.begin()
                 self._add_all(arriving, 1)
         self._drain()
         if arrived_s is None:
@@ -325,6 +335,26 @@ class Engine:
             if time.monotonic() >= deadline:
                 raise _late("blocks of the prefix cache are still in use")
             self.settle()
+
+
+class _Burden:
+    """Plain copies of pinned memory to the GPU: what the bus alone costs whoever computes meanwhile."""
+
+    def __init__(self, size_bytes: int) -> None:
+        import torch
+
+        self._pieces = size_bytes // PIECE_BYTES
+        self._here = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._there = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cuda")
+        self._stream = torch.cuda.Stream()
+
+    def begin(self) -> None:
+        """All at once: the GPU does the rest by itself."""
+        import torch
+
+        with torch.cuda.stream(self._stream):
+            for _ in range(self._pieces):
+                self._there.copy_(self._here, non_blocking=True)
 
 
 def engine_arguments(start: Start) -> dict[str, Any]:

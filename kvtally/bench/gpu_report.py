@@ -139,7 +139,8 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BusyArm(msgspec.Struct, kw_only=True):
-    """Keys: `alone` (nothing arrives), `own` (requests hit the GPU's own prefix cache), `repeats` (they do not)."""
+    """Keys: `alone` (nothing arrives), `own` (requests hit the GPU's own prefix cache), `bus` (the same, while plain
+    copies of as many bytes as a load's go up), `repeats` (they do not hit it)."""
 
     itl: dict[str, Latency] = {}  # between tokens of running decodes, from the arrival on
     itl_rounds_ms: dict[str, list[float]] = {}  # the mean of each round
@@ -249,13 +250,16 @@ def busy_ratios(busy: Busy) -> dict[str, float]:
     ratios = {}
     for engine, arm in busy.arms.items():
         itl, ttft = arm.itl, arm.ttft
-        for against in ("own", "alone"):
+        for against in ("own", "bus", "alone"):
             if "repeats" in itl and against in itl:
                 ratios[f"{engine}_itl_over_{against}"] = itl["repeats"].mean_ms / itl[against].mean_ms
                 ratios[f"{engine}_itl_median_over_{against}"] = itl["repeats"].median_ms / itl[against].median_ms
                 ratios[f"{engine}_itl_p99_over_{against}"] = itl["repeats"].p99_ms / itl[against].p99_ms
         if arm.itl_rounds_ms.get("repeats") and arm.itl_rounds_ms.get("own"):  # the quietest round of each
             ratios[f"{engine}_itl_best_over_own"] = min(arm.itl_rounds_ms["repeats"]) / min(arm.itl_rounds_ms["own"])
+        if "bus" in itl and "own" in itl:  # no load can cost less while it uses the bus
+            ratios[f"{engine}_bus_itl_over_own"] = itl["bus"].mean_ms / itl["own"].mean_ms
+            ratios[f"{engine}_bus_itl_median_over_own"] = itl["bus"].median_ms / itl["own"].median_ms
         if "repeats" in ttft and "own" in ttft:
             ratios[f"{engine}_ttft_over_own"] = ttft["repeats"].mean_ms / ttft["own"].mean_ms
     ours, peer, none = busy.kvtally, busy.offload, busy.none
@@ -428,7 +432,12 @@ def _busy_part(shape: str, busy: Busy) -> list[RenderableType]:
         "served from",
         *(">TTFT mean", ">p50", ">p99", ">ITL mean", ">p50", ">p99", ">max", ">cached"),
     )
-    sources = {"alone": "nothing arrives", "own": "GPU's own cache", "repeats": "connector"}
+    sources = {
+        "alone": "nothing arrives",
+        "own": "GPU's own cache",
+        "bus": "the same, busy bus",
+        "repeats": "connector",
+    }
     for name, arm in busy.arms.items():
         for key, itl in arm.itl.items():
             first = arm.ttft.get(key)

@@ -18,7 +18,18 @@ from kvtally.bench import gpu, gpu_arms, gpu_copies
 from kvtally.bench.child import Child
 from kvtally.bench.gpu_arms import QUICK, Bench, Job, disk_arm
 from kvtally.bench.gpu_copies import CASES, Bed, _together, direct_reads
-from kvtally.bench.gpu_engine import SHAPES, Answer, Ask, Settle, Start, Watch, Watched, engine_arguments, gaps_after
+from kvtally.bench.gpu_engine import (
+    SHAPES,
+    Answer,
+    Ask,
+    Settle,
+    Source,
+    Start,
+    Watch,
+    Watched,
+    engine_arguments,
+    gaps_after,
+)
 from kvtally.bench.gpu_report import (
     Arm,
     Busy,
@@ -213,7 +224,10 @@ def test_engines_side_by_side_are_asked_the_same_in_turn(tmp_path: Path, monkeyp
     assert messages["none"] == messages["offload"]
     repeats = [who for who, what in asked if isinstance(what, Ask) and what.forget and what.seed >= 1000]
     assert repeats == ["none", "offload"] * 2
-    assert [who for who, what in asked if isinstance(what, Watch)][:4] == ["none", "offload"] * 2
+    watches = [(who, what) for who, what in asked if isinstance(what, Watch)]
+    assert [who for who, _ in watches[:4]] == ["none", "offload"] * 2
+    assert [what.source for who, what in watches if who == "none"][:4] == list(Source)
+    assert {what.bus_bytes for _, what in watches} == {16 * 3_000 * 2 * 2 * 36 * 8 * 128}  # what loads would bring
 
 
 class FakeStore:
@@ -410,7 +424,7 @@ def busy_arm(alone: float, own: float, repeats: float) -> BusyArm:
         return latency([milliseconds / 1e3] * 4)
 
     return BusyArm(
-        itl={"alone": each(alone), "own": each(own), "repeats": each(repeats)},
+        itl={"alone": each(alone), "own": each(own), "bus": each(1.1 * own), "repeats": each(repeats)},
         itl_rounds_ms={"own": [own, own + 10], "repeats": [repeats + 10, repeats]},
         ttft={"own": each(20), "repeats": each(60)},
         cached_tokens={"own": 2_992, "repeats": 2_992},
@@ -510,6 +524,8 @@ def test_loads_that_hold_up_decodes_are_a_miss(figures: Figures) -> None:
     )
     assert missed(figures) == [f"busy.dense-8b.{key}" for key in keys]
     assert figures.busy["dense-8b"].ratios["offload_itl_over_own"] == pytest.approx(14 / 11)
+    assert figures.busy["dense-8b"].ratios["kvtally_bus_itl_over_own"] == pytest.approx(1.1)
+    assert figures.busy["dense-8b"].ratios["kvtally_itl_over_bus"] == pytest.approx(12 / 12.1)
 
 
 def test_what_was_not_measured_is_not_judged() -> None:
