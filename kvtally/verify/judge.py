@@ -16,9 +16,9 @@ from kvtally.core.receipts import Verdict
 from kvtally.core.routing import Skip
 from kvtally.verify.reasons import Explained, explain
 
-TOLERANCE = 1e-3  # of a logprob, where the same arithmetic was done
+TOLERANCE = 1e-3  # of a logprob, where the very same arithmetic was done
 _LEFT_OUT = frozenset(Skip) - {Skip.HELD}
-MARGIN = 2.0  # times what the engine itself deviates by: other shapes, other rounding
+MARGIN = 2.0  # times what the engine itself deviates by: other pieces, other rounding
 
 
 class Outcome(StrEnum):
@@ -42,9 +42,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     margins: list[float]
     text: str = ""
 
-    def after_first(self) -> Answer:
-        """What follows its first token."""
-        return Answer(tokens=self.tokens[1:], logprobs=self.logprobs[1:], margins=self.margins[1:])
+    def part(self, first: int, count: int) -> Answer:
+        """So many of its tokens."""
+        wanted = slice(first, first + count)
+        return Answer(tokens=self.tokens[wanted], logprobs=self.logprobs[wanted], margins=self.margins[wanted])
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +92,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     is_streamed: bool = False
     comparison: Comparison = Comparison()
+    is_same_arithmetic: bool = False  # what was reused was computed as the reference was, and so was the rest
     told: Told | None = None  # None: no receipt at all
     counted: Counted | None = None
     uncounted: str = ""  # why the engine's counters say nothing
@@ -103,7 +105,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     has_prefill: bool
     chunk_tokens: int
-    own_deviation: float = 0.0  # of the engine itself, between a prompt computed at once and in two steps
+    own_deviation: float = 0.0  # of the engine itself, between tokens computed at once and in pieces
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,11 +125,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     reused_tokens: int = 0  # of those
     sources: dict[str, int] = {}
     observations: list[Observation] = []
+    own_deviation: float = 0.0  # as in the setting
 
 
-def tolerance(own_deviation: float, *, computed_tokens: int) -> float:
-    """By how much logprobs may differ. The reference, too, has computed one token: then there is nothing to round."""
-    return TOLERANCE if computed_tokens == 1 else max(TOLERANCE, MARGIN * own_deviation)
+def tolerance(own_deviation: float, *, is_same_arithmetic: bool) -> float:
+    """By how much logprobs may differ."""
+    return TOLERANCE if is_same_arithmetic else max(TOLERANCE, MARGIN * own_deviation)
 
 
 def compare(reference: Answer, answer: Answer, allowed: float) -> Comparison:
@@ -181,6 +184,7 @@ def judge(observations: Sequence[Observation], setting: Setting) -> Report:
         reused_tokens=sum(told.reused_tokens for told in reused),
         sources=sources,
         observations=list(observations),
+        own_deviation=setting.own_deviation,
     )
     return msgspec.structs.replace(report, summary=_summary(report, setting))
 
@@ -316,7 +320,7 @@ def _summary(report: Report, setting: Setting) -> str:
             f"Reuse is real: {report.reused_tokens:,} of {report.prompt_tokens:,} prompt tokens ({share:.1%}) were not "
             f"computed again{f' ({places})' if places else ''}.",
             f"All {len(seen)} answers are those of an engine that reuses nothing: logprobs within "
-            f"{deviation:.1e} (the engine's own, computing in one step or in two: {setting.own_deviation:.1e})"
+            f"{deviation:.1e} (the engine's own, computing at once or in pieces: {setting.own_deviation:.1e})"
             f"{f', {ties} of them up to a tie' if ties else ''}.",
             f"The engines' own counters confirm {counted} of {len(seen)} receipts.",
         ]

@@ -40,7 +40,7 @@ def shapes(block_tokens: int, limit_tokens: int) -> list[Shape]:
     ]
     fitting: dict[int, Shape] = {}
     for shape in wanted:
-        if 2 <= shape.tokens <= limit_tokens - MAX_TOKENS - TURN_TOKENS:
+        if 2 <= shape.tokens <= limit_tokens - 2 * MAX_TOKENS - TURN_TOKENS:
             fitting.setdefault(shape.tokens, shape)
     return sorted(fitting.values(), key=lambda shape: shape.tokens)
 

@@ -1,7 +1,7 @@
 """Asks a router and its engines, and hands what was seen to `judge`.
 
-    for each probe:   engine, twice, each with a salt of its own ─▶ the reference, and how far the engine deviates
-                      router, twice                              ─▶ answer, receipt, and the decode engine's counters
+    for each probe:   engine, each time with another salt ─▶ the reference, and how far the engine itself deviates
+                      router, twice                       ─▶ answer, receipt, and the decode engine's counters
 
 Owns the order of the requests and the reading of answers. Nothing it asks for can be reused from anybody else: prompts
 are random, and a salt shuts the engines' and the store's caches for the reference. Blocking; every request has a
@@ -22,6 +22,7 @@ from kvtally.core.receipts import Verdict
 from kvtally.errors import KVTallyError, TransportError
 from kvtally.verify.http import Response, Server
 from kvtally.verify.judge import (
+    TOLERANCE,
     Answer,
     Counted,
     Observation,
@@ -52,7 +53,8 @@ class Probe(NamedTuple):
     shape: Shape
     tokens: list[int]
     reference: Answer
-    own_deviation: float  # between that and the same engine computing the prompt in one go
+    own_deviation: float  # of that engine, between the same tokens computed in other pieces
+    is_whole: bool  # nobody has computed the beginning of it on its own
 
 
 def verify(
@@ -80,7 +82,7 @@ class _Run:
         self._router = router
         self._dice = dice
         instances = _decode(router, router.call("/instances"), _Instances)
-        self._has_prefill = bool(instances.having("prefill"))
+        self._prefills = [connect(url) for url in instances.having("prefill")]
         self._engines = {_name(url): connect(url) for url in instances.having("decode")}
         if direct is not None:
             self._engines[_name(direct.url)] = direct
@@ -91,13 +93,17 @@ class _Run:
     def report(self, seen: Callable[[Observation], None]) -> Report:
         probes = self._probes()
         own_deviation = max((probe.own_deviation for probe in probes), default=0.0)
+        whole = [probe for probe in probes if probe.is_whole]
+        is_alike = bool(whole) and self._is_computed_alike(whole[-1])
         observations = []
         for probe in probes:
+            was_same = False
             for turn in Turn:
-                observations.append(self._observe(probe, turn, own_deviation))
+                observations.append(self._observe(probe, turn, own_deviation, is_alike, was_same))
+                was_same = observations[-1].is_same_arithmetic
                 seen(observations[-1])
         setting = Setting(
-            has_prefill=self._has_prefill,
+            has_prefill=bool(self._prefills),
             chunk_tokens=chunk_tokens(self._block_tokens),
             own_deviation=own_deviation,
         )
@@ -114,25 +120,41 @@ class _Run:
             longest = probes[-1]
             more = self._tokens(TURN_TOKENS - MAX_TOKENS)
             tokens = [*longest.tokens, *longest.reference.tokens, *more]
-            probes.append(self._probe(Shape("next turn", len(tokens)), tokens))
+            probes.append(self._probe(Shape("next turn", len(tokens)), tokens, is_whole=False))
         return probes
 
-    def _probe(self, shape: Shape, tokens: list[int]) -> Probe:
+    def _probe(self, shape: Shape, tokens: list[int], *, is_whole: bool = True) -> Probe:
         """A prompt that ends with the token which the engine itself would have said next.
 
         So its going on is what an engine answers that has computed all of the prompt but the last token: the very
-        arithmetic of a reused prompt. Computed in one go the same prompt gives a slightly different answer (other
-        kernels, other rounding), and by how much is the engine's own affair.
+        arithmetic of a prompt that was handed over. Computed in other pieces the same tokens have slightly different
+        logprobs (other kernels, other rounding), and by how much is the engine's own affair: what it has said one by
+        one is computed at once, and compared.
         """
-        longer = _answer(self._direct, self._ask_direct(tokens[:-1], MAX_TOKENS + 1))
+        longer = self._ask(self._direct, tokens[:-1], 1 + 2 * MAX_TOKENS)
         prompt = [*tokens[:-1], longer.tokens[0]]
-        reference = longer.after_first()
-        at_once = _answer(self._direct, self._ask_direct(prompt, MAX_TOKENS))
-        return Probe(shape, prompt, reference, compare(reference, at_once, float("inf")).deviation)
+        reference, further = longer.part(1, MAX_TOKENS), longer.part(1 + MAX_TOKENS, MAX_TOKENS)
+        deviation = 0.0
+        for known, said in ((prompt, reference), ([*prompt, *reference.tokens], further)):
+            at_once = self._ask(self._direct, known, MAX_TOKENS)
+            deviation = max(deviation, compare(said, at_once, float("inf")).deviation)
+        return Probe(shape, prompt, reference, deviation, is_whole)
 
-    def _ask_direct(self, tokens: Sequence[int], max_tokens: int) -> Response:
+    def _is_computed_alike(self, probe: Probe) -> bool:
+        """Whether all engines of prefill, too, give the reference: then a hand-off changes nothing at all."""
+        for engine in self._prefills:
+            try:
+                answer = self._ask(engine, probe.tokens[:-1], 1 + MAX_TOKENS)
+            except TransportError:  # it can be reached from the router only
+                return False
+            if compare(probe.reference, answer.part(1, MAX_TOKENS), TOLERANCE).problem:
+                return False
+        return bool(self._prefills)
+
+    def _ask(self, engine: Server, tokens: Sequence[int], max_tokens: int) -> Answer:
         salt = f"kvtally-verify-{self._dice.getrandbits(128):032x}"
-        return self._direct.call("/v1/completions", self._body(tokens, cache_salt=salt, max_tokens=max_tokens))
+        body = self._body(tokens, cache_salt=salt, max_tokens=max_tokens)
+        return _answer(engine, engine.call("/v1/completions", body))
 
     def _tokens(self, count: int) -> list[int]:
         body = {"model": self._model.id, "prompt": words(self._dice, count), "add_special_tokens": True}
@@ -154,7 +176,8 @@ class _Run:
 
     # ---- observations: through the router
 
-    def _observe(self, probe: Probe, turn: Turn, own_deviation: float) -> Observation:
+    def _observe(self, probe: Probe, turn: Turn, own_deviation: float, is_alike: bool, was_same: bool) -> Observation:
+        """`was_same`: what the same prompt can reuse now was computed as the reference was."""
         before = self._count_all()
         body = self._body(probe.tokens, **({"stream": True} if probe.shape.is_streamed else {}))
         seen = Observation(
@@ -171,10 +194,14 @@ class _Run:
         except TransportError as error:
             return msgspec.structs.replace(seen, failure=error.message)
         counted, uncounted = self._counted(told, before, len(probe.tokens))
-        allowed = tolerance(own_deviation, computed_tokens=told.computed_tokens if told is not None else 0)
+        is_same = False
+        if told is not None and told.computed_tokens == 1:
+            is_same = was_same or (is_alike and probe.is_whole and told.verdict == Verdict.PROVED)
+        allowed = tolerance(own_deviation, is_same_arithmetic=is_same)
         return msgspec.structs.replace(
             seen,
             comparison=compare(probe.reference, answer, allowed),
+            is_same_arithmetic=is_same,
             told=self._completed(told) if told is not None else None,
             counted=counted,
             uncounted=uncounted,
