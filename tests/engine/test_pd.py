@@ -6,16 +6,23 @@ The reference is vLLM's own continuation (see `Deployment.continued`), so tokens
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvtally.testing.deployment import Deployment, Refused
 from kvtally.testing.models import DENSE, GDN, SLIDING, Model, Recipe
+from kvtally.verify.http import Server
+from kvtally.verify.judge import Observation, Outcome, Report, Turn
+from kvtally.verify.probes import Shape, shapes
+from kvtally.verify.reasons import REASONS
+from kvtally.verify.run import verify
 
 pytestmark = pytest.mark.engine
 
@@ -118,15 +125,52 @@ def test_tampered_bytes_are_computed_again(up: Deployment) -> None:
     computed = up.computed(prompt)
     assert up.complete(prompt).told["verdict"] == "proved"
     up.forget(up.decode)  # prefill still holds it, and so does not look at what is in the store
+    tamper(up)
+    answer = up.complete(prompt)
+    assert answer.told["verdict"] == "recomputed:checksum", (answer, up.receipt(answer))
+    assert answer.is_as(computed, 1e-5), (answer, computed)
+    assert up.complete(tokens(500, 10)).told["verdict"] == "proved"  # and the next one is handed over again
+
+
+def tamper(up: Deployment) -> None:
+    """With a bit of every page in the store's memory."""
     with up.store() as client:
         assert client.arena is not None
         memory = np.frombuffer(client.arena.view(0, client.arena.size_bytes), dtype=np.uint8)
         memory[::4096] ^= 1
         del memory
-    answer = up.complete(prompt)
-    assert answer.told["verdict"] == "recomputed:checksum", (answer, up.receipt(answer))
-    assert answer.is_as(computed, 1e-5), (answer, computed)
-    assert up.complete(tokens(500, 10)).told["verdict"] == "proved"  # and the next one is handed over again
+
+
+def prove(up: Deployment, monkeypatch: pytest.MonkeyPatch, *, between: tuple[int, int], **more: Any) -> Report:
+    """`kvtally verify`, with probes of such lengths only."""
+
+    def few(block_tokens: int, limit_tokens: int) -> list[Shape]:
+        shortest, longest = between
+        return [shape for shape in shapes(block_tokens, limit_tokens) if shortest <= shape.tokens <= longest]
+
+    monkeypatch.setattr("kvtally.verify.run.shapes", few)
+    connect = functools.partial(Server, timeout_s=120)
+    return verify(connect(up.router), None, connect=connect, seed=time.monotonic_ns(), **more)
+
+
+def test_verify_proves_it(up: Deployment, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = prove(up, monkeypatch, between=(30, 600))
+    assert report.outcome is Outcome.PROVED, report
+    same = [seen.case for seen in report.observations if seen.is_same_arithmetic]
+    assert {"short", "streamed"} <= set(same)  # held to a logprob's 0.001
+    assert "next turn" not in same
+    assert (report.own_deviation > 0.001) == (recipe.dtype == "bfloat16")  # what a next turn is held to, twice
+
+
+def test_verify_notices_tampering(up: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tamper_after(seen: Observation) -> None:
+        if seen.turn is Turn.FIRST:
+            up.forget(up.decode)
+            tamper(up)
+
+    report = prove(up, monkeypatch, between=(500, 600), seen=tamper_after)
+    assert report.outcome is Outcome.NOT_PROVED
+    assert any(REASONS["checksum"].what in finding.what for finding in report.findings), report
 
 
 def test_tenants_share_nothing(up: Deployment) -> None:
