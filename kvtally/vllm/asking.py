@@ -3,11 +3,11 @@
     arrived ──early──▶ inquiry ──────────────────────▶ answer      while the request is queued: nobody waits
                           ▲ answer(): the scheduler comes to it     from now on the engine waits, with a deadline
 
-An engine that has nothing else to do comes to a request at once, and knows then what its own cache covers: asking is
-left until then. One inquiry for each life of a request, whatever the order and number of calls. An early answer that is
-no longer worth anything (its lease has expired, or the prompt was not all there and more may have been saved since) is
-asked for once more. Owns also what the store needs to plan: how many requests have not begun, and how fast this engine
-computes.
+The scheduler often comes to a request at once, and knows then what the engine's own cache covers: where that may be
+enough, asking is left until the end of its step. One inquiry for each life of a request, whatever the order and number
+of calls. An early answer that is no longer worth anything (its lease has expired, or the prompt was not all there and
+more may have been saved since) is asked for once more. Owns also what the store needs to plan: how many requests have
+not begun, and how fast this engine computes.
 
 Neighbours: `scheduler` (left), `inquiry` (right: the thread that asks). Imports no vLLM. Runs in
 vLLM's scheduler thread.
@@ -39,6 +39,7 @@ MEASURED_TOKENS = 64  # in a step, for it to tell how fast prompts are computed
 # An engine that computes nothing asks again and again, and takes the interpreter from the thread that could answer. It
 # waits for the answer instead, once in a step, and so long at most.
 IDLE_WAIT_S = 0.002
+UNSEEN_NS = 2_000_000  # how long asking is left, where many arrive and no step begins
 LEAST_GAIN_S = 0.005  # a load takes some steps of the engine: what is computed sooner than this is not loaded
 
 
@@ -94,7 +95,7 @@ class Asking:
         self._prefetch = prefetch
         self._always_load = always_load
         self._may_leave = may_leave
-        self._left_until_seen: Question | None = None  # asked about at the end of the next step, if not before
+        self._unseen: dict[Question, int] = {}  # by the scheduler, and not asked about; when they arrived
         self._waiting = 0  # requests that have not begun
         self._running = 0  # those that have
         self._has_waited = False  # in this step
@@ -109,9 +110,14 @@ class Asking:
         # The tokens of a streaming input are not complete yet: it is asked about when it is scheduled.
         if not self._prefetch or question.request.resumable:
             return
-        if self._may_leave and self._waiting == 1 and not self._running:
-            self._left_until_seen = question
-        else:
+        now_ns = time.monotonic_ns()
+        self._unseen[question] = now_ns
+        self._ask_unseen(now_ns - UNSEEN_NS if self._may_leave else now_ns)
+
+    def _ask_unseen(self, until_ns: int) -> None:
+        """About those that arrived until then."""
+        for question in [question for question, arrived_ns in self._unseen.items() if arrived_ns <= until_ns]:
+            del self._unseen[question]
             self._ask(question, is_early=True)
 
     def answer(self, question: Question) -> Answer | None:
@@ -119,6 +125,7 @@ class Asking:
         if question.answer is not None:
             return question.answer
         question.came_ns = question.came_ns or time.monotonic_ns()
+        self._unseen.pop(question, None)
         if question.inquiry is None:
             self._ask(question)
         elif not question.inquiry.is_wanted:
@@ -156,8 +163,7 @@ class Asking:
             self._running -= 1
         else:
             self._waiting -= 1
-        if question is self._left_until_seen:
-            self._left_until_seen = None
+        self._unseen.pop(question, None)
         self._cancel(question)
 
     def forget(self, question: Question) -> None:
@@ -174,6 +180,7 @@ class Asking:
         """Nothing could be gained by waiting for an answer. False: it is there already."""
         if question.answer is not None or (question.inquiry is not None and question.inquiry.answer is not None):
             return False
+        self._unseen.pop(question, None)
         self._cancel(question)
         question.answer = Answer(0, [], None, "", 0.0)
         return True
@@ -249,11 +256,10 @@ class Asking:
 
     def step_launched(self, tokens: int) -> None:
         self._has_waited = False
-        question, self._left_until_seen = self._left_until_seen, None
-        if question is not None and question.inquiry is None and question.answer is None:  # the scheduler did not come
-            self._ask(question, is_early=True)
+        now_ns = time.monotonic_ns()
+        self._ask_unseen(now_ns)
         if tokens:
-            self._steps.append((time.monotonic_ns(), tokens))
+            self._steps.append((now_ns, tokens))
 
     def step_done(self) -> None:
         """Steps may overlap: one lasts from its launch, or the end of the one before, to its own end."""

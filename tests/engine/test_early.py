@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,14 @@ from tests.unit.shell import Bench, eventually
 
 __all__ = ["inquiries", "store"]  # fixtures
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+STEP = SimpleNamespace(
+    num_scheduled_tokens={"another": 1},
+    total_num_scheduled_tokens=1,
+    kv_connector_block_state=None,
+    new_block_ids_to_zero=None,
+    kv_cache_block_copies=None,
+)
 
 
 @pytest.fixture
@@ -40,12 +49,11 @@ def matched(half: Any, asked: Any) -> int:
 
 
 def test_called_before_scheduling(half: Callable[..., Any], inquiries: Asked, bench: Bench) -> None:
-    """Of an engine that is not idle: the lookup is answered before the scheduler asks, and without its help."""
+    """The lookup is answered before the scheduler has asked for anything, and without its help."""
     save(bench)
     scheduler = half()
-    scheduler.on_new_request(request("ahead"))
-    assert inquiries.asked == []  # the scheduler comes to this one at once, and may then not want to ask at all
     scheduler.on_new_request(request())
+    scheduler.build_metadata(STEP)  # a step in which the scheduler does not come to it
     eventually(lambda: inquiries.asked[0].answer is not None)
     assert inquiries.asked[0].is_early
     assert inquiries.asked[0].answer is not None

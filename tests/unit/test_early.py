@@ -242,18 +242,30 @@ def test_what_was_asked_for_a_trifle_is_given_back(bench: Bench, store: Running)
     late.stop()
 
 
-def test_an_idle_engine_first_looks_at_its_own_cache(asking: Callable[..., Asking], inquiries: Asked) -> None:
+def test_an_engine_first_looks_at_its_own_cache(asking: Callable[..., Asking], inquiries: Asked) -> None:
     """What that covers, the store never hears of."""
     scheduler = asking(may_leave=True)
-    asked = question()
-    scheduler.arrived(asked)
-    assert scheduler.leave(asked)
-    scheduler.began(asked)
-    scheduler.step_launched(1)
+    for name in ("first", "second"):
+        asked = question(name)
+        scheduler.arrived(asked)
+        assert scheduler.leave(asked)
+        scheduler.began(asked)
+        scheduler.step_launched(1)
     assert inquiries.asked == []
-    second = question("second")
-    scheduler.arrived(second)  # the engine is no longer idle
-    assert [inquiry.is_early for inquiry in inquiries.asked] == [True]
+
+
+def test_where_many_arrive_before_a_step_the_first_are_asked_about_meanwhile(
+    asking: Callable[..., Asking], inquiries: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = asking(may_leave=True)
+    monkeypatch.setattr(asking_module, "UNSEEN_NS", 20_000_000)
+    first, second = question("first"), question("second")
+    scheduler.arrived(first)
+    time.sleep(0.03)
+    scheduler.arrived(second)
+    assert inquiries.asked == [first.inquiry]
+    scheduler.step_launched(0)
+    assert inquiries.asked == [first.inquiry, second.inquiry]
 
 
 def test_whom_the_scheduler_does_not_come_to_is_asked_about_after_its_step(
