@@ -141,8 +141,8 @@ class _Run:
         return Probe(shape, prompt, reference, deviation, is_whole)
 
     def _is_computed_alike(self, probe: Probe) -> bool:
-        """Whether all engines of prefill, too, give the reference: then a hand-off changes nothing at all."""
-        for engine in self._prefills:
+        """Whether every engine, of prefill and decode, gives the reference: then a hand-off changes nothing at all."""
+        for engine in (*self._prefills, *self._engines.values()):
             try:
                 answer = self._ask(engine, probe.tokens[:-1], 1 + MAX_TOKENS)
             except TransportError:  # it can be reached from the router only
