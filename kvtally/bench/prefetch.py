@@ -18,26 +18,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import signal
 import statistics
 import sys
-import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 
 from kvtally import __version__
+from kvtally.bench.command import engine_arguments, engine_options, measure
 from kvtally.bench.prefetch_engine import Burst, Bursted
 from kvtally.bench.prefetch_report import Figures, Speed, Times, judge, page, same_queue_ratio, times
 from kvtally.bench.processes import Daemon, drop_pages
-from kvtally.bench.repeat import Engine, Ledger, leave
+from kvtally.bench.repeat import Engine, Ledger
 from kvtally.bench.repeat_engine import Answer, Start
 from kvtally.bench.repeat_report import Outputs, are_equal
 from kvtally.errors import ConfigError
@@ -313,27 +309,9 @@ def _ratio(one: Times, other: Times) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code says whether it could be measured and outputs were equal, not whether targets were met."""
     options = _parser().parse_args(arguments)
-    scale = _scale(options)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, leave)
-    begun, load = time.monotonic(), os.getloadavg()[0]
-    with _scratch() as directory:
-        figures = Experiment(scale, directory, Console(stderr=True, highlight=False)).run()
-    figures.cpus, figures.load_at_start = len(os.sched_getaffinity(0)), load
-    figures.elapsed_s = time.monotonic() - begun
-    if options.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(figures), indent=2).decode() + "\n")
-    else:
-        Console(highlight=False).print(page(figures))
-    return 0 if figures.outputs_equal else 1
-
-
-@contextlib.contextmanager
-def _scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kvtally-") as directory:
-        yield Path(directory)
+    scale, console = _scale(options), Console(stderr=True, highlight=False)
+    return measure(options, lambda directory: Experiment(scale, directory, console).run(), page)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -342,19 +320,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Time the first token of prompts whose KV lies on a slow disk, while vLLM's running queue is full: "
         "prefetch on, off, everything in the arena, and without a store.",
     )
-    parser.add_argument("--model", metavar="DIR", default="", help="model to serve (default: a tiny hybrid, made now)")
-    parser.add_argument("--prompt-tokens", metavar="N", type=int, default=2000, help="length of a prompt (2000)")
+    engine_options(parser)
     parser.add_argument("--requests", metavar="N", type=int, default=6, help="prompts in a burst (6)")
     parser.add_argument("--fillers", metavar="N", type=int, default=4, help="requests that fill the running queue (4)")
     parser.add_argument("--rounds", metavar="N", type=int, default=3, help="bursts of each arm and speed (3)")
-    parser.add_argument(
-        "--python", metavar="PYTHON", default=sys.executable, help="the Python that has vLLM (default: this one)"
-    )
-    parser.add_argument(
-        "--engine", metavar="JSON", default="{}", help='more arguments for vllm.LLM, like {"block_size": 256}'
-    )
     parser.add_argument("--part", choices=PARTS, action="append", help="only this part; may be repeated")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     return parser
 
 
@@ -364,10 +334,6 @@ def _scale(options: argparse.Namespace) -> Scale:
             "there must be a prompt, of two tokens or more, and one of everything else",
             remedy="Give --prompt-tokens 2 and more, --requests, --fillers and --rounds 1 and more.",
         )
-    try:
-        arguments = msgspec.json.decode(options.engine, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"--engine: {error}", remedy="Write it like '{\"block_size\": 256}'.") from error
     return Scale(
         python=options.python,
         model=options.model,
@@ -376,7 +342,7 @@ def _scale(options: argparse.Namespace) -> Scale:
         fillers=options.fillers,
         rounds=options.rounds,
         parts=frozenset(options.part or PARTS),
-        arguments=arguments,
+        arguments=engine_arguments(options),
     )
 
 

@@ -16,18 +16,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -35,6 +31,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvtally import __version__
 from kvtally.bench.child import Child
+from kvtally.bench.command import engine_arguments, engine_options, measure
 from kvtally.bench.processes import Daemon, drop_pages
 from kvtally.bench.repeat_engine import Answer, Ask, Ready, Start
 from kvtally.bench.repeat_report import Figures, Outputs, are_equal, difference, judge, own_difference, page, view
@@ -350,28 +347,15 @@ def _in_turn(number: int) -> tuple[bool, bool]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code says whether it could be measured and outputs were equal, not whether targets were met."""
     options = _parser().parse_args(arguments)
     scale = _scale(options)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, leave)
-    begun, load = time.monotonic(), os.getloadavg()[0]
-    console = Console(stderr=True, highlight=False)
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True)
-    with tempfile.TemporaryDirectory(prefix="kvtally-") as directory, bar:
-        meter = Meter(bar, Experiment.steps(scale.fills))
-        figures = Experiment(scale, Path(directory), meter).run()
-    figures.cpus, figures.load_at_start = len(os.sched_getaffinity(0)), load
-    figures.elapsed_s = time.monotonic() - begun
-    if options.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(figures), indent=2).decode() + "\n")
-    else:
-        Console(highlight=False).print(page(figures))
-    return 0 if figures.outputs_equal else 1
 
+    def run(directory: Path) -> Figures:
+        columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=Console(stderr=True, highlight=False), transient=True) as bar:
+            return Experiment(scale, directory, Meter(bar, Experiment.steps(scale.fills))).run()
 
-def leave(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
+    return measure(options, run, page)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -380,38 +364,29 @@ def _parser() -> argparse.ArgumentParser:
         description="Fill vLLM with prompts, repeat them, and time the first token: cold, from the arena, from disk, "
         "from the engine's own prefix cache, and without a connector.",
     )
-    parser.add_argument("--model", metavar="DIR", default="", help="model to serve (default: a tiny hybrid, made now)")
-    parser.add_argument("--prompt-tokens", metavar="N", type=int, default=2000, help="length of a prompt (2000)")
+    engine_options(parser)
     parser.add_argument("--fills", metavar="N", type=int, default=10, help="how many prompts (10)")
-    parser.add_argument(
-        "--python", metavar="PYTHON", default=sys.executable, help="the Python that has vLLM (default: this one)"
-    )
-    parser.add_argument(
-        "--engine", metavar="JSON", default="{}", help='more arguments for vllm.LLM, like {"block_size": 256}'
-    )
     parser.add_argument("--memory", metavar="SIZE", help="arena of the store (default: 1GiB, or more for --model)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     return parser
 
 
 def _scale(options: argparse.Namespace) -> Scale:
     if options.prompt_tokens < 2 or options.fills < 1:
-        raise ConfigError("there must be a prompt, of two tokens or more", remedy="Give --fills 1 and more.")
+        raise ConfigError(
+            "there must be a prompt, of two tokens or more",
+            remedy="Give --prompt-tokens 2 and more, --fills 1 and more.",
+        )
     try:
         memory_bytes = parse_size(options.memory) if options.memory else _default_memory_bytes(options.model)
     except ValueError as error:
         raise ConfigError(f"--memory: {error}", remedy="Write it like 2GiB.", code="KV-102") from error
-    try:
-        arguments = msgspec.json.decode(options.engine, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"--engine: {error}", remedy="Write it like '{\"block_size\": 256}'.") from error
     return Scale(
         python=options.python,
         model=options.model,
         prompt_tokens=options.prompt_tokens,
         fills=options.fills,
         memory_bytes=memory_bytes,
-        arguments=arguments,
+        arguments=engine_arguments(options),
     )
 
 
