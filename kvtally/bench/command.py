@@ -1,6 +1,6 @@
 """What benches that start vLLM have in common as commands: options, a directory, how they end, what they print.
 
-Measures nothing. Neighbours: `repeat` and `prefetch` (left), `cli.main` (which runs them).
+Measures nothing. Neighbours: `repeat` and `prefetch` (left; `gpu` ends the same way), `cli.main` (which runs them).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
 def measure(options: argparse.Namespace, run: Callable[[Path], M], page: Callable[[M], RenderableType]) -> int:
     """The exit code says whether it could be measured and outputs were equal, not whether targets were met."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+        signal.signal(number, leave)
     begun, load = time.monotonic(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="kvtally-") as directory:
         figures = run(Path(directory))
@@ -70,5 +70,5 @@ def measure(options: argparse.Namespace, run: Callable[[Path], M], page: Callabl
     return 0 if figures.outputs_equal else 1
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
+def leave(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)

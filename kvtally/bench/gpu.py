@@ -23,14 +23,13 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 import msgspec
 from rich.console import Console
 
 from kvtally import __version__
 from kvtally.bench.child import Child
+from kvtally.bench.command import leave
 from kvtally.bench.gpu_arms import QUICK, Bench, EngineBench, Job, Scale
 from kvtally.bench.gpu_copies import CASES, MeasureCopies, Measured, MeasureLimits, Probe
 from kvtally.bench.gpu_engine import SHAPES
@@ -139,7 +138,7 @@ def main(arguments: Sequence[str]) -> int:
             "nothing to measure: these parts, shapes and engines have nothing in common", remedy=SHAPES_REMEDY
         )
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+        signal.signal(number, leave)
     begun = time.monotonic()
     console = Console(stderr=True, highlight=False)
     figures = Figures(version=__version__, commit=_commit(), quick=options.quick, graphs=options.graphs)
@@ -174,10 +173,6 @@ def main(arguments: Sequence[str]) -> int:
         Console(highlight=False).print(page(figures))
     is_equal = all(repeat.outputs_equal is not False for repeat in figures.repeat.values())
     return 0 if is_equal and not figures.failures else 1
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 def _machine(directory: Path, *, needs_vllm: bool) -> Machine:

@@ -179,6 +179,14 @@ class Bus:
         with torch.cuda.stream(self._streams[1]):
             self.down()
 
+    def up_aside(self, times: int) -> None:
+        """So often, queued at once on a stream of its own: the GPU does it by itself, whatever else it does."""
+        import torch
+
+        with torch.cuda.stream(self._streams[0]):
+            for _ in range(times):
+                self.up()
+
     def one_by_one(self, size_bytes: int, *, up: bool) -> None:
         """Small blocks in another order on the other side, a call for each."""
         blocks = size_bytes // SMALL_BYTES

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from kvtally.bench.child import serve
+from kvtally.bench.gpu_copies import Bus
 from kvtally.errors import TransportError
 
 ENVIRONMENT = {
@@ -94,7 +95,13 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     more_cold: int = 0  # prompts that are asked for only once: what saving costs is little beside how times vary
     busy_requests: int = 16
     busy_prompt_tokens: int = 3_000
-    busy_bytes: int = 0  # what loading one such prompt brings to the GPU
+    token_bytes: int  # of KV, all layers of attention together
+    state_bytes: int = 0  # of one recurrent state, all layers together
+
+    @property
+    def busy_bytes(self) -> int:
+        """What loading one prompt of `busy_prompt_tokens` brings to the GPU."""
+        return self.busy_prompt_tokens * self.token_bytes + self.state_bytes
 
 
 SHAPES = {
@@ -109,7 +116,8 @@ SHAPES = {
         host_bytes=40 * GIB,
         gpu_bytes=60 * GIB,
         reads_disk=False,
-        busy_bytes=3_000 * 16 * 4_096 + 48 * 1_634_304,  # attention, and one state
+        token_bytes=16 * 4_096,
+        state_bytes=48 * 1_634_304,
     ),
     "dense-8b": Shape(
         config=_COMMON | _DENSE_8B,
@@ -123,7 +131,7 @@ SHAPES = {
         host_bytes=24 * GIB,
         gpu_bytes=40 * GIB,
         reads_disk=True,
-        busy_bytes=3_000 * 36 * 4_096,
+        token_bytes=36 * 4_096,
     ),
 }
 
@@ -269,7 +277,7 @@ class Engine:
         decode_tokens = watch.lead_tokens + watch.window_tokens + watch.more_tokens
         decodes = self._add(watch.decode_seeds, DECODE_PROMPT_TOKENS, decode_tokens)
         arriving = [_request(seed, watch.tokens) for seed in watch.seeds] if watch.source is not Source.ALONE else []
-        burden = _Burden(watch.bus_bytes) if watch.source is Source.BUS else None
+        bus = Bus(PIECE_BYTES) if watch.source is Source.BUS else None
         times: dict[str, list[float]] = {name: [] for name in decodes}
         firsts: dict[str, float] = {}
         cached: dict[str, int] = {}
@@ -288,8 +296,8 @@ class Engine:
                     firsts[name], cached[name] = now_s, output.num_cached_tokens or 0
             if arrived_s is None and all(len(each) >= watch.lead_tokens for each in times.values()):
                 arrived_s = time.perf_counter()
-                if burden is not None:
-                    burden.begin()
+                if bus is not None:
+                    bus.up_aside(watch.bus_bytes // PIECE_BYTES)
                 self._add_all(arriving, 1)
         self._drain()
         if arrived_s is None:
@@ -335,26 +343,6 @@ class Engine:
             if time.monotonic() >= deadline:
                 raise _late("blocks of the prefix cache are still in use")
             self.settle()
-
-
-class _Burden:
-    """Plain copies of pinned memory to the GPU: what the bus alone costs whoever computes meanwhile."""
-
-    def __init__(self, size_bytes: int) -> None:
-        import torch
-
-        self._pieces = size_bytes // PIECE_BYTES
-        self._here = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-        self._there = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cuda")
-        self._stream = torch.cuda.Stream()
-
-    def begin(self) -> None:
-        """All at once: the GPU does the rest by itself."""
-        import torch
-
-        with torch.cuda.stream(self._stream):
-            for _ in range(self._pieces):
-                self._there.copy_(self._here, non_blocking=True)
 
 
 def engine_arguments(start: Start) -> dict[str, Any]:

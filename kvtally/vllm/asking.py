@@ -117,7 +117,6 @@ class Asking:
     def _ask_unseen(self, until_ns: int) -> None:
         """About those that arrived until then."""
         for question in [question for question, arrived_ns in self._unseen.items() if arrived_ns <= until_ns]:
-            del self._unseen[question]
             self._ask(question, is_early=True)
 
     def answer(self, question: Question) -> Answer | None:
@@ -125,7 +124,6 @@ class Asking:
         if question.answer is not None:
             return question.answer
         question.came_ns = question.came_ns or time.monotonic_ns()
-        self._unseen.pop(question, None)
         if question.inquiry is None:
             self._ask(question)
         elif not question.inquiry.is_wanted:
@@ -163,7 +161,6 @@ class Asking:
             self._running -= 1
         else:
             self._waiting -= 1
-        self._unseen.pop(question, None)
         self._cancel(question)
 
     def forget(self, question: Question) -> None:
@@ -180,12 +177,12 @@ class Asking:
         """Nothing could be gained by waiting for an answer. False: it is there already."""
         if question.answer is not None or (question.inquiry is not None and question.inquiry.answer is not None):
             return False
-        self._unseen.pop(question, None)
         self._cancel(question)
         question.answer = Answer(0, [], None, "", 0.0)
         return True
 
     def _cancel(self, question: Question) -> None:
+        self._unseen.pop(question, None)
         if question.inquiry is None or question.answer is not None:
             return
         self._inquiries.cancel(question.inquiry)
@@ -194,6 +191,7 @@ class Asking:
             self._tally.count(PREFETCHES, "wasted" if was_answered else "cancelled")
 
     def _ask(self, question: Question, *, is_early: bool = False) -> None:
+        self._unseen.pop(question, None)
         request = question.request
         if question.is_opaque or request.skip_reading_prefix_cache or not self._reads:
             question.answer = Answer(0, [], None, MissReason.REFUSED, 0.0)

@@ -7,24 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.unit.early_kit import DENSE, Asked, inquiries, request, save, store
+from tests.unit.early_kit import DENSE, Asked, inquiries, request, save, step, store
 from tests.unit.shell import Bench, eventually
 
 __all__ = ["inquiries", "store"]  # fixtures
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
-
-STEP = SimpleNamespace(
-    num_scheduled_tokens={"another": 1},
-    total_num_scheduled_tokens=1,
-    kv_connector_block_state=None,
-    new_block_ids_to_zero=None,
-    kv_cache_block_copies=None,
-)
 
 
 @pytest.fixture
@@ -53,7 +44,7 @@ def test_called_before_scheduling(half: Callable[..., Any], inquiries: Asked, be
     save(bench)
     scheduler = half()
     scheduler.on_new_request(request())
-    scheduler.build_metadata(STEP)  # a step in which the scheduler does not come to it
+    scheduler.build_metadata(step({"another": 1}))  # a step in which the scheduler does not come to it
     eventually(lambda: inquiries.asked[0].answer is not None)
     assert inquiries.asked[0].is_early
     assert inquiries.asked[0].answer is not None

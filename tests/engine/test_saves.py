@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtally.client import Miss, StoreClient
-from tests.unit.early_kit import CHUNK, DENSE, Asked, inquiries, request, store
+from tests.unit.early_kit import CHUNK, DENSE, Asked, inquiries, request, step, store
 from tests.unit.shell import Bench, eventually
 
 __all__ = ["inquiries", "store"]  # fixtures
@@ -66,14 +66,7 @@ class Scene:
 
     def metadata(self, scheduled: dict[str, int], **changes: Any) -> Any:
         state = SimpleNamespace(get_block_ids=lambda name: [self.tables[name]], boundary_state_offloads={})
-        output = {
-            "num_scheduled_tokens": scheduled,
-            "total_num_scheduled_tokens": sum(scheduled.values()),
-            "kv_connector_block_state": state,
-            "new_block_ids_to_zero": None,
-            "kv_cache_block_copies": None,
-        }
-        return self.half.build_metadata(SimpleNamespace(**output | changes))  # type: ignore[arg-type]
+        return self.half.build_metadata(step(scheduled, **{"kv_connector_block_state": state} | changes))
 
     def saved(self, *jobs: int, lost: dict[int, str] | None = None) -> None:
         from kvtally.vllm.meta import WorkerReport

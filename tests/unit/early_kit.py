@@ -89,3 +89,15 @@ def save(bench: Bench, tokens: list[int] = PROMPT) -> None:
     with StoreClient(str(bench.path), namespace=DENSE) as client:
         assert not isinstance(client.connect(5), Miss)
         assert client.put(objects) == [PutStatus.WRITE] * len(chunks)
+
+
+def step(scheduled: dict[str, int], **changes: Any) -> Any:
+    """vLLM's SchedulerOutput of a step that computes so many tokens of each request."""
+    plain = {
+        "num_scheduled_tokens": scheduled,
+        "total_num_scheduled_tokens": sum(scheduled.values()),
+        "kv_connector_block_state": None,
+        "new_block_ids_to_zero": None,
+        "kv_cache_block_copies": None,
+    }
+    return SimpleNamespace(**plain | changes)
