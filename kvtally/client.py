@@ -215,34 +215,23 @@ class StoreClient:
         return Lease(
             session=session,
             id=shared.id,
-            found=Found(0, 0, shared.id),
+            found=Found(0, 0, shared.id, slots=shared.slots),
             chains=shared.chains,
             expires_ns=shared.expires_ns,
             is_own=False,
-            slots=shared.slots,
         )
 
     def slots(self, lease: Lease, *, rank: int = 0, timeout_s: float | None = None) -> Call[list[ReadSlot]]:
         """Where the leased objects of one rank lie."""
         if not lease.is_live:
             return self._link.answered(Miss(reason_of(lease.reason, MissReason.ABSENT), "nothing is held"))
-        known = read_slots_of(lease, self._digest, 0, lease.slots) if lease.slots is not None and rank == 0 else None
+        told = lease.found.slots
+        known = read_slots_of(lease, self._digest, 0, Slots(0, told)) if told and rank == 0 else None
         if known is not None:
             return self._link.answered(known)
         return self._submit(
             SlotsGet(0, lease.id, rank), lambda reply: read_slots_of(lease, self._digest, rank, reply), timeout_s
         )
-
-    def foresee(self, lease: Lease, *, timeout_s: float | None = None) -> Call[Slots]:
-        """Ask now for the slots of rank 0, so that who adopts the lease need not."""
-
-        def keep(reply: Reply) -> Slots | Miss | None:
-            if not isinstance(reply, Slots):
-                return None
-            lease.slots = reply
-            return reply
-
-        return self._submit(SlotsGet(0, lease.id, 0), keep, timeout_s)
 
     def read(
         self, slot: ReadSlot, memory: cpu.Memory, runs: Runs | None = None, *, verify: bool | None = None

@@ -40,7 +40,7 @@ class SharedLease(NamedTuple):
     id: int
     chains: bytes
     expires_ns: int  # of the machine's monotonic clock, which all its processes share
-    slots: Slots | None = None  # where the objects of rank 0 lie, if that was asked for already
+    slots: list[Slot]  # where the objects of rank 0 lie, if the store has said so
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -57,7 +57,6 @@ class Lease:
     expires_ns: int
     is_own: bool = True  # False: another session's, adopted
     outcome: Staged | None = None
-    slots: Slots | None = None  # of rank 0, in the store's own words: for who adopts the lease
     bad: list[tuple[int, int, int, int]] = field(default_factory=list)  # reported when the lease is released
 
     @property
@@ -83,7 +82,7 @@ class Lease:
         return self.outcome.reason if self.outcome is not None else self.found.reason
 
     def share(self) -> SharedLease:
-        return SharedLease(self.session.store, self.id, self.chains, self.expires_ns, self.slots)
+        return SharedLease(self.session.store, self.id, self.chains, self.expires_ns, self.found.slots)
 
 
 class ReadSlot(msgspec.Struct, frozen=True, kw_only=True, eq=False):

@@ -199,19 +199,23 @@ class Leases:
             self._context.send(session, Slots(request.id, [], MissReason.PENDING))
             return
         lease.is_read = True
+        slots = self.slots_of(lease, request.rank)
+        self._context.send(session, Slots(request.id, slots or [], "" if slots is not None else MissReason.CHECKSUM))
+
+    def slots_of(self, lease: Lease, rank: int) -> list[Slot] | None:
+        """Where the objects of one rank lie; None where one was quarantined since the lease was announced."""
         slots = []
         ranks = lease.family.ranks
         for index, node, mask in lease.needs:
             for bit in each_bit(mask):
-                if bit % ranks != request.rank:
+                if bit % ranks != rank:
                     continue
-                if not self._residency.arena_mask(node) >> bit & 1:  # quarantined since
-                    self._context.send(session, Slots(request.id, [], MissReason.CHECKSUM))
-                    return
+                if not self._residency.arena_mask(node) >> bit & 1:
+                    return None
                 pieces = [value for piece in self._residency.pieces(node, bit) for value in piece]
                 length, checksum = self._residency.length_bytes(node, bit), self._residency.checksum(node, bit)
                 slots.append(Slot(index, bit // ranks, length, checksum, pieces))
-        self._context.send(session, Slots(request.id, slots))
+        return slots
 
     def release(self, session: Session, request: Release, now_ns: int) -> None:
         for number, index, group, rank in request.bad:

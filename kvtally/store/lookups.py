@@ -23,11 +23,13 @@ from kvtally.store.context import Alarm, Context, Session
 from kvtally.store.jobs import FindJob, Outcome
 from kvtally.store.leases import Leases
 from kvtally.store.needs import View, bitmap, hit_of, view_of
+from kvtally.store.staging import Lease
 from kvtally.store.tiers.base import ObjectRecord
-from kvtally.wire.messages import Found, Lookup, MissReason
+from kvtally.wire.messages import Found, Lookup, MissReason, Slot
 
 FIND_NS = 200_000_000  # how long a lookup waits for tiers that must be asked, unless it allows more
 MOST_TAILS = 64
+MOST_SLOTS = 4096  # with an answer, which must fit a frame; who needs more asks for them
 
 
 @dataclass(slots=True)
@@ -101,10 +103,15 @@ class Lookups:
                 self._tails(family, view),
                 reason,
                 in_arena,
+                self._slots(lease) if lease is not None and lease.announced and request.slots else [],
             ),
         )
         if lease is not None:
             self._leases.told(lease, now_ns)
+
+    def _slots(self, lease: Lease) -> list[Slot]:
+        slots = self._leases.slots_of(lease, 0) or []
+        return slots if len(slots) <= MOST_SLOTS else []
 
     @staticmethod
     def _tails(family: Family, view: View) -> list[int]:

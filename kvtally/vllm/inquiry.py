@@ -4,11 +4,10 @@
     scheduler half ◀── inquiry.answer, set once ──────────┘
 
 For each inquiry: chain values of the prompt, one lookup that leases and stages, if the store knows tails beyond the hit
-one more for each that may fit until one does, then the wait until everything is in the arena. Where it lies there is
-asked for while the scheduler goes on with the answer: rank 0 then need not ask. An inquiry that is early has time until
-the scheduler comes to its request (`want`); from then on it has a deadline, by which an answer is set whatever happens.
-An answer of 0 tokens has a reason. What a hand-off says is being saved is asked for again until it is there, or prefill
-has withdrawn it: its answer may overtake its bytes. Owns the client, which only this thread touches.
+one more for each that may fit until one does, then the wait until everything is in the arena. An inquiry that is early
+has time until the scheduler comes to its request (`want`); from then on it has a deadline, by which an answer is set
+whatever happens. An answer of 0 tokens has a reason. What a hand-off says is being saved is asked for again until it is
+there, or prefill has withdrawn it: its answer may overtake its bytes. Owns the client, which only this thread touches.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from kvtally.core.keys import chunk_ends
 from kvtally.core.receipts import Half
 from kvtally.vllm.handoff import Handoff
 from kvtally.vllm.path import Boundary, Path
-from kvtally.wire.messages import Found, Lookup, MissReason, Receipts, Slots
+from kvtally.wire.messages import Found, Lookup, MissReason, Receipts
 
 log = logging.getLogger("kvtally.vllm")
 
@@ -82,7 +81,6 @@ class Inquiry:
     pause_ns: int = AGAIN_NS  # how long that will be, the next time
     foreign: str = ""  # why the hand-off cannot be what this engine needs
     word: Call[Receipts] | None = None  # what prefill says by now
-    slots: Call[Slots] | None = None  # asked for while the scheduler takes the answer
     path_ready: bool = False
 
     @property
@@ -170,7 +168,7 @@ class Inquiries:
             except Exception:  # the supervisor's edge: one failed turn costs misses, never the engine
                 log.exception("an inquiry failed; its requests are computed")
                 for inquiry in self._active:
-                    if inquiry.answer is None:  # else it was only waiting for slots, and somebody may have its lease
+                    if inquiry.answer is None:  # else this very turn has answered it, and somebody may have its lease
                         self._settle(client, inquiry, MissReason.STORE_UNREACHABLE)
                 self._active.clear()
         client.close()
@@ -247,6 +245,7 @@ class Inquiries:
             ahead=inquiry.ahead,
             early=inquiry.is_early and not inquiry.is_wanted,
             prefill_tokens_s=inquiry.prefill_tokens_s,
+            slots=True,  # what the worker of rank 0 would ask next
         )
         return client.hold(question, timeout_s=left_s)
 
@@ -262,8 +261,6 @@ class Inquiries:
 
     def _advance(self, client: StoreClient, inquiry: Inquiry) -> bool:
         """One inquiry's progress; True when there is nothing more to do for it."""
-        if inquiry.answer is not None:
-            return inquiry.slots is None or inquiry.slots.result is not None
         now_ns = time.monotonic_ns()
         if inquiry.is_cancelled or now_ns >= inquiry.deadline_ns:
             self._settle(client, inquiry, MissReason.DEADLINE)
@@ -292,9 +289,8 @@ class Inquiries:
                 return False
         if not inquiry.lease.is_staged:
             return False
-        held = self._settle(client, inquiry, inquiry.lease.reason)
-        inquiry.slots = client.foresee(held) if held is not None else None
-        return held is None
+        self._settle(client, inquiry, inquiry.lease.reason)
+        return True
 
     def _is_to_come(self, client: StoreClient, inquiry: Inquiry, lease: Lease) -> bool:
         """Whether prefill promised more than is there: then its writer has not begun yet."""
@@ -331,8 +327,8 @@ class Inquiries:
         inquiry.call = self._hold(client, inquiry)
         return True
 
-    def _settle(self, client: StoreClient, inquiry: Inquiry, reason: str) -> Lease | None:
-        """Set the answer: the longer of the two hits, whose lease is returned, and give the other lease back."""
+    def _settle(self, client: StoreClient, inquiry: Inquiry, reason: str) -> None:
+        """Set the answer: the longer of the two hits, with its lease. The other lease is given back."""
         best: Lease | None = None
         for lease in (inquiry.lease, inquiry.shorter):
             if lease is None or lease is best:
@@ -362,7 +358,6 @@ class Inquiries:
             weighed = outcome.left_tokens, outcome.load_ms, outcome.compute_ms
             answer = answer._replace(left_tokens=weighed[0], load_ms=weighed[1], compute_ms=weighed[2])
         self._answer(inquiry, answer)
-        return best
 
     def _answer(self, inquiry: Inquiry, answer: Answer) -> None:
         with self._news:

@@ -33,6 +33,8 @@ class Extras(NamedTuple):
 
     def between(self, start: int, end: int) -> bytes:
         """The canonical extra of the tokens `[start, end)`."""
+        if not (self.lora or self.salt or self.items):
+            return b""
         inside = [
             (position - start, digest)
             for position, length, digest in self.items

@@ -109,6 +109,17 @@ class Lookup(Message, frozen=True, tag="lookup"):
     ahead: int = 0  # requests that the engine has yet to begin before this one
     early: bool = False  # the engine has not come to this request yet; it says `Wanted` when it has
     prefill_tokens_s: int = 0  # what the engine computes in a second, to be weighed against loading; 0: load anyway
+    slots: bool = False  # say with the answer where the objects of rank 0 lie, if all of them are in the arena
+
+
+class Slot(Message, frozen=True, tag="slot"):
+    """One leased object: which it is, where it lies in the arena, and what its bytes must add up to."""
+
+    index: int  # boundary index of the lookup
+    group: int
+    length_bytes: int
+    checksum: int
+    pieces: list[int]  # offset, length, offset, length, ...
 
 
 class Found(Message, frozen=True, tag="found"):
@@ -125,6 +136,7 @@ class Found(Message, frozen=True, tag="found"):
     tails: list[int] = []  # where tails end that may continue the prompt, in tokens beyond the hit
     reason: str = ""  # why the hit is not longer (a MissReason; empty where it reached the last boundary asked for)
     arena_tokens: int = 0  # of the hit: tokens whose objects were in the arena already
+    slots: list[Slot] = []  # if asked for and held; none while `staging`
 
 
 class Staged(Message, frozen=True, tag="staged"):
@@ -161,16 +173,6 @@ class SlotsGet(Message, frozen=True, tag="slots_get"):
     id: int
     lease: int
     rank: int = 0
-
-
-class Slot(Message, frozen=True, tag="slot"):
-    """One leased object: which it is, where it lies in the arena, and what its bytes must add up to."""
-
-    index: int  # boundary index of the lookup
-    group: int
-    length_bytes: int
-    checksum: int
-    pieces: list[int]  # offset, length, offset, length, ...
 
 
 class Slots(Message, frozen=True, tag="slots"):

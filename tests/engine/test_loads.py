@@ -56,8 +56,8 @@ class Scene:
         self.worker.register([LAYOUT], self.memory, cpu)  # type: ignore[arg-type]
         eventually(lambda: bool(self.clients) and self.clients[0].session is not None)
 
-    def lease(self, chunks: int = CHUNKS) -> Lease:
-        question = Lookup(0, self.chains[: 32 * chunks], ENDS[:chunks], ENDS[chunks - 1])
+    def lease(self, chunks: int = CHUNKS, *, told: bool = False) -> Lease:
+        question = Lookup(0, self.chains[: 32 * chunks], ENDS[:chunks], ENDS[chunks - 1], slots=told)
         lease = self.scheduler.hold(question, timeout_s=5).wait()
         assert not isinstance(lease, Miss)
         assert lease.end_tokens == ENDS[chunks - 1]
@@ -98,11 +98,10 @@ def scene(bench: Bench, store: Running) -> Iterator[Scene]:
     scene.close()
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["asked by the worker", "asked ahead"])
-def test_what_is_leased_lands_where_it_should(scene: Scene, ahead: bool) -> None:
-    lease = scene.lease()
-    if ahead:
-        scene.scheduler.foresee(lease).wait()
+@pytest.mark.parametrize("told", [False, True], ids=["asked by the worker", "told with the answer"])
+def test_what_is_leased_lands_where_it_should(scene: Scene, told: bool) -> None:
+    lease = scene.lease(told=told)
+    assert bool(lease.share().slots) == told
     report = scene.load(lease)
     assert (report.reason, report.verified, report.moved_bytes) == ("", True, CHUNKS * OBJECT_BYTES)
     assert scene.landed.tobytes() == scene.content.tobytes()
@@ -117,11 +116,9 @@ def test_what_the_engine_has_is_not_touched(scene: Scene) -> None:
     assert scene.landed[OBJECT_BYTES + 64 :].tobytes() == scene.content.tobytes()[OBJECT_BYTES + 64 :]
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["asked by the worker", "asked ahead"])
-def test_a_lease_that_covers_less_than_was_promised_is_no_load(scene: Scene, ahead: bool) -> None:
-    lease = scene.lease(CHUNKS - 1)
-    if ahead:
-        scene.scheduler.foresee(lease).wait()
+@pytest.mark.parametrize("told", [False, True], ids=["asked by the worker", "told with the answer"])
+def test_a_lease_that_covers_less_than_was_promised_is_no_load(scene: Scene, told: bool) -> None:
+    lease = scene.lease(CHUNKS - 1, told=told)
     assert scene.load(lease).reason == "absent"
     assert scene.load(scene.lease()).reason == ""
 
@@ -130,11 +127,7 @@ def test_slots_of_a_lease_that_is_gone_are_a_miss(scene: Scene) -> None:
     lease = scene.lease()
     shared = lease.share()
     scene.scheduler.release([lease]).wait()
-    lease = scene.scheduler.adopt(shared)
-    scene.scheduler.foresee(lease).wait()
-    assert lease.slots is not None
-    assert lease.slots.reason
-    assert scene.load(lease).reason == "lease_expired"
+    assert scene.load(scene.scheduler.adopt(shared)).reason == "lease_expired"
 
 
 def test_copies_keep_out_while_a_step_is_prepared(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,7 +206,8 @@ class FakeStore:
             return Found(request.id, end, reason="" if end else MissReason.ABSENT)
         self._next += 1
         self._lookups[self._next] = request
-        return Found(request.id, end, self._next)
+        slots = self._slots(SlotsGet(0, self._next)).slots if request.slots else []
+        return Found(request.id, end, self._next, slots=slots)
 
     def _slots(self, request: SlotsGet) -> Slots:
         lookup = self._lookups.get(request.lease)

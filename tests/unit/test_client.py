@@ -370,21 +370,19 @@ def test_a_worker_reads_through_its_schedulers_lease(world: World) -> None:
     assert (release.leases, release.bad) == ([], [(shared.id, 0, 0, 0)])  # the scheduler's to release, ours to report
 
 
-def test_slots_that_were_asked_for_ahead_are_not_asked_for_again(world: World) -> None:
+def test_slots_that_came_with_the_answer_are_not_asked_for(world: World) -> None:
     store = world.store()
     scheduler, worker = world.client(), world.client()
     scheduler.put(objects(1))
     worker.connect()
-    lease = held(scheduler)
-    assert isinstance(scheduler.foresee(lease).wait(), Slots)
-    assert store.take(SlotsGet).rank == 0
+    lease = held(scheduler, structs.replace(QUESTION, slots=True))
     (slot,) = slots_of(worker, worker.adopt(lease.share()))
     assert worker.read(slot, bytearray(OBJECT_BYTES)) == OBJECT_BYTES
     assert not store.saw(SlotsGet)
     worker.slots(worker.adopt(lease.share()), rank=1).wait()  # they are rank 0's
     assert store.take(SlotsGet).rank == 1
-    beyond = structs.replace(lease.slots.slots[0], pieces=[1 << 40, OBJECT_BYTES])  # type: ignore[union-attr]
-    lease.slots = Slots(0, [beyond])
+    beyond = structs.replace(lease.found.slots[0], pieces=[1 << 40, OBJECT_BYTES])
+    lease.found = structs.replace(lease.found, slots=[beyond])
     assert len(slots_of(worker, worker.adopt(lease.share()))) == 1  # what cannot be is asked for
     assert store.take(SlotsGet).rank == 0
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from kvtally.core.receipts import Role
 from kvtally.vllm import asking as asking_module
 from kvtally.vllm.asking import Asking, Question
 from kvtally.vllm.handoff import Handoff
-from kvtally.vllm.inquiry import Answer
+from kvtally.vllm.inquiry import Answer, Inquiries, Inquiry
 from kvtally.vllm.path import Extras
 from kvtally.vllm.path import Path as TokenPath
 from kvtally.vllm.tally import Tally
@@ -305,12 +304,18 @@ def test_a_failed_turn_leaves_what_is_answered_as_it_is(
     asking: Callable[..., Asking], inquiries: Asked, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(bench)
-    monkeypatch.setattr(StoreClient, "foresee", lambda self, lease: SimpleNamespace(result=None))  # never answered
+    whole = Inquiries._advance
+
+    def fail(self: Inquiries, client: StoreClient, inquiry: Inquiry) -> bool:
+        is_over = whole(self, client, inquiry)
+        if is_over:
+            inquiry.is_cancelled = True  # its lease would be given back
+            raise ValueError("for a test")
+        return is_over
+
+    monkeypatch.setattr(Inquiries, "_advance", fail)
     asking().arrived(question())
-    eventually(lambda: bool(inquiries.asked) and inquiries.asked[0].answer is not None)
-    (inquiry,) = inquiries.asked
-    answer = inquiry.answer
-    inquiry.is_cancelled = True  # its lease would be given back a second time
-    inquiries._commands.put(lambda client: [].pop())
-    eventually(lambda: not inquiries._active)
-    assert inquiry.answer is answer
+    eventually(lambda: bool(inquiries.asked) and inquiries.asked[0].answer is not None and not inquiries._active)
+    answer = inquiries.asked[0].answer
+    assert answer is not None
+    assert answer.lease is not None

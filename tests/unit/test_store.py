@@ -130,6 +130,19 @@ def test_attention_on_the_engine_needs_only_the_state() -> None:
     assert [(slot.index, slot.group) for slot in slots.slots] == [(2, 1)]
 
 
+def test_an_answer_says_where_things_lie_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node()
+    for group in range(2):
+        node.save(0, group)
+    found = node.lookup(hold=True, slots=True)
+    assert len(found.slots) == 2
+    assert node.ask(SlotsGet(5, found.lease)) == Slots(5, found.slots)
+    assert not node.lookup(hold=True).slots
+    assert not node.lookup(slots=True).slots  # nothing is held, so nothing stays where it is
+    monkeypatch.setattr("kvtally.store.lookups.MOST_SLOTS", 1)
+    assert not node.lookup(hold=True, slots=True).slots
+
+
 def test_nothing_is_visible_before_its_commit() -> None:
     node = Node()
     slot = node.begin(0, 0).slots[0]
@@ -222,8 +235,8 @@ def test_write_behind_then_stage_from_disk() -> None:
     node.finish()
     node.save(1, 1)  # evicts the first node from the arena
     node.finish()
-    found = node.lookup(hold=True)
-    assert (found.end_tokens, found.staging) == (256, 2)
+    found = node.lookup(hold=True, slots=True)
+    assert (found.end_tokens, found.staging, found.slots) == (256, 2, [])
     assert node.ask(SlotsGet(5, found.lease)) == Slots(5, [], MissReason.PENDING)
     first, second = node.jobs
     node.store.job_done(first, Outcome(), node.now_ns)
