@@ -173,12 +173,16 @@ class Asking:
         """Whether so many tokens are computed sooner than they could be loaded. A hand-off is loaded all the same."""
         return question.handoff is None and tokens < self._tokens_s * LEAST_GAIN_S
 
-    def leave(self, question: Question) -> bool:
-        """Nothing could be gained by waiting for an answer. False: it is there already."""
+    def leave(self, question: Question, *, is_saved: bool) -> bool:
+        """Nothing could be gained by waiting for an answer. False: it is there already. What is saved of the request
+        needs its path all the same."""
         if question.answer is not None or (question.inquiry is not None and question.inquiry.answer is not None):
             return False
         self._cancel(question)
         question.answer = Answer(0, [], None, "", 0.0)
+        if question.inquiry is None and is_saved and not question.is_opaque:
+            question.inquiry = self._inquiry(question)
+            self._inquiries.walk(question.inquiry)
         return True
 
     def _cancel(self, question: Question) -> None:
@@ -198,11 +202,16 @@ class Asking:
             question.reason = MissReason.REFUSED
             self._tally.count(MISSES, MissReason.REFUSED)
             return
+        question.inquiry = self._inquiry(question, is_early=is_early)
+        self._inquiries.ask(question.inquiry)
+
+    def _inquiry(self, question: Question, *, is_early: bool = False) -> Inquiry:
+        request = question.request
         tokens: Sequence[int] = request.prompt_token_ids or []
         if request.num_output_tokens:  # resumed after preemption: prompt and answer so far
             tokens = list(request.all_token_ids)
         now_ns = time.monotonic_ns()
-        question.inquiry = Inquiry(
+        return Inquiry(
             tokens,
             question.path,
             now_ns + (EARLY_NS if is_early else self._wait_ns),
@@ -215,7 +224,6 @@ class Asking:
             ahead=self._waiting - 1 if is_early else 0,
             prefill_tokens_s=self._tokens_s,
         )
-        self._inquiries.ask(question.inquiry)
 
     def _come_to(self, question: Question, inquiry: Inquiry) -> None:
         """The scheduler wants a request that was asked about early. From now on the engine waits for the answer."""

@@ -1,6 +1,6 @@
 """The scheduler half's thread: everything that takes time or talks to the store, so that no engine step ever does.
 
-    scheduler half ──ask / want / cancel / release / file──▶ queue ──▶ this thread ──▶ store
+    scheduler half ──ask / want / cancel / release / file / walk──▶ queue ──▶ this thread ──▶ store
     scheduler half ◀── inquiry.answer, set once ──────────┘
 
 For each inquiry: chain values of the prompt, one lookup that leases and stages, if the store knows tails beyond the hit
@@ -92,6 +92,18 @@ class Inquiry:
         """What the hand-off says can be had, unless there is a reason to doubt it."""
         return self.handoff.saved_tokens if self.handoff is not None and not self.foreign else 0
 
+    def walk(self) -> None:
+        """Work out its boundaries, and their chain values."""
+        chunk, limit = self.path.chunk_tokens, self.limit_tokens
+        self.path.extend(self.tokens, limit)
+        tail = self.path.tail(self.tokens, limit) if limit % chunk else None
+        self.ends = chunk_ends(limit, chunk)
+        self.chains = self.path.chains[: len(self.ends)]
+        if tail is not None:
+            self.ends.append(tail.end_tokens)
+            self.chains.append(tail.chain)
+        self.path_ready = True
+
     def attention_tokens(self, found: Found) -> int:
         """Whole chunks from the start that every full-attention group has, by the store's answer."""
         if not self.full_groups or not found.presence:
@@ -121,6 +133,10 @@ class Inquiries:
 
     def ask(self, inquiry: Inquiry) -> None:
         self._commands.put(lambda client: self._begin(client, inquiry))
+
+    def walk(self, inquiry: Inquiry) -> None:
+        """Nothing is asked, but what is saved of the request needs its path."""
+        self._commands.put(lambda client: inquiry.walk())
 
     def want(self, inquiry: Inquiry) -> None:
         """The scheduler has come to the request."""
@@ -193,16 +209,7 @@ class Inquiries:
         return True
 
     def _begin(self, client: StoreClient, inquiry: Inquiry) -> None:
-        chunk = inquiry.path.chunk_tokens
-        limit = inquiry.limit_tokens
-        inquiry.path.extend(inquiry.tokens, limit)
-        tail = inquiry.path.tail(inquiry.tokens, limit) if limit % chunk else None
-        inquiry.path_ready = True
-        inquiry.ends = chunk_ends(limit, chunk)
-        inquiry.chains = inquiry.path.chains[: len(inquiry.ends)]
-        if tail is not None:
-            inquiry.ends.append(tail.end_tokens)
-            inquiry.chains.append(tail.chain)
+        inquiry.walk()
         if not inquiry.ends:
             self._answer(inquiry, Answer(0, [], None, "", 0.0))
             return

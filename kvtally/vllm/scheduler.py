@@ -51,7 +51,6 @@ class Track(Question):
     """One request on its way through the engine."""
 
     prompt_tokens: int = 0  # of the request as it came: a prefill for somebody else computes one less
-    is_covered: bool = False  # nearly all of it by the engine's own cache: nobody was asked
     has_failed: bool = False  # a load failed: never promise this request anything again
     load: LoadJob | None = None
     is_loading: bool = False
@@ -158,10 +157,9 @@ class SchedulerHalf:
         # Where the engine's own cache covers nearly all, nobody waits for the store. (With recurrent states that is
         # not known here: what vLLM counts as computed may be attention without its state.)
         is_covered = not self._has_states and self._asking.is_trifle(track, request.num_tokens - 1 - computed_tokens)
-        if is_covered and self._asking.leave(track):
+        if is_covered and self._asking.leave(track, is_saved=self._saves):
             known = computed_tokens // self._layout.namespace.chunk_tokens
             track.saved_chunks = max(track.saved_chunks, known)  # they were saved when they were computed
-            track.is_covered = True
             return 0, False
         if track.answer is None:
             answer = self._asking.answer(track)
@@ -290,10 +288,7 @@ class SchedulerHalf:
             if computed_end >= track.request.num_prompt_tokens and not track.is_prefill:
                 self._file_receipt(track)  # before the first token goes out: whoever gets it may ask for the receipt
             if self._is_saved(track):  # what is left now is saved with a later step
-                items = self._chunk_items(track, computed_end, tables)
-                # Chains of a long prompt take time: of one that was covered the first token does not wait for them.
-                if not track.is_covered or computed_end > track.request.num_prompt_tokens:
-                    items += self._tail_items(track, computed_end, tables)
+                items = self._chunk_items(track, computed_end, tables) + self._tail_items(track, computed_end, tables)
                 self._add_job(saves, track, items)
         for request_id, offers in state.boundary_state_offloads.items():
             track = self._tracks.get(request_id)
@@ -325,7 +320,7 @@ class SchedulerHalf:
 
     @staticmethod
     def _is_path_free(track: Track) -> bool:
-        """Whether the inquiry thread is done with the path; not if the request was scheduled without a match."""
+        """Whether the inquiry thread is done with the path. If not, what is to be saved waits for a later step."""
         return track.inquiry is None or track.inquiry.path_ready
 
     def _tail_items(self, track: Track, computed_end: int, tables: Sequence[Sequence[int]]) -> list[SaveItem]:

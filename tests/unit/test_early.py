@@ -5,6 +5,7 @@ Against a real store; requests are fakes and vLLM is not needed.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -232,7 +233,7 @@ def test_what_was_asked_for_a_trifle_is_given_back(bench: Bench, store: Running)
     scheduler = Asking(late, Tally(), full_groups=(0,), wait_ms=2000)
     asked = question()
     scheduler.arrived(asked)
-    assert scheduler.leave(asked)
+    assert scheduler.leave(asked, is_saved=True)
     assert scheduler.answer(asked) == Answer(0, [], None, "", 0.0)
     scheduler.ended(asked)
     late.start()
@@ -247,9 +248,34 @@ def test_an_engine_first_looks_at_its_own_cache(asking: Callable[..., Asking], i
     for name in ("first", "second"):
         asked = question(name)
         scheduler.arrived(asked)
-        assert scheduler.leave(asked)
+        assert scheduler.leave(asked, is_saved=True)
         scheduler.began(asked)
         scheduler.step_launched(1)
+    assert inquiries.asked == []
+
+
+@pytest.mark.parametrize(("is_saved", "is_opaque"), [(True, False), (False, False), (True, True)])
+def test_the_path_of_what_nobody_is_asked_about_is_walked_elsewhere(
+    asking: Callable[..., Asking], inquiries: Asked, monkeypatch: pytest.MonkeyPatch, is_saved: bool, is_opaque: bool
+) -> None:
+    """Chains of a long prompt take milliseconds, which are not the scheduler's."""
+    walkers: list[str] = []
+    whole = Inquiry.walk
+
+    def walk(self: Inquiry) -> None:
+        walkers.append(threading.current_thread().name)
+        whole(self)
+
+    monkeypatch.setattr(Inquiry, "walk", walk)
+    scheduler, asked = asking(may_leave=True), question()
+    asked.is_opaque = is_opaque
+    scheduler.arrived(asked)
+    assert scheduler.leave(asked, is_saved=is_saved)
+    if is_saved and not is_opaque:
+        eventually(lambda: asked.inquiry is not None and asked.inquiry.path_ready)
+        assert asked.path.end_tokens == 192
+    inquiries.stop()
+    assert walkers == ["kvtally-inquiry"] * (is_saved and not is_opaque)
     assert inquiries.asked == []
 
 
@@ -296,7 +322,7 @@ def test_an_answer_that_is_there_is_taken(asking: Callable[..., Asking], inquiri
     asked = question()
     scheduler.arrived(asked)
     eventually(lambda: inquiries.asked[0].answer is not None)
-    assert not scheduler.leave(asked)
+    assert not scheduler.leave(asked, is_saved=True)
     assert matched(scheduler, asked) == 192
 
 
