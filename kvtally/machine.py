@@ -1,13 +1,37 @@
-"""What this machine, or the container we run in, can give: memory and room on disk. Reads the system, changes nothing.
+"""What this machine, or the container we run in, can give: memory, room on disk, a port. Reads the system, changes
+nothing.
 
-Neighbours: `config` (defaults and limits of sizes), `store.arena`.
+Neighbours: `config` (defaults and limits of sizes), `store.arena`; demo and benches (ports).
 """
 
 from __future__ import annotations
 
 import os
+import random
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
+
+LOCALHOST = "127.0.0.1"
+FIRST_PORT = 10_000  # below, services have their own
+MOST_TRIES = 100  # of ports that may be taken
+
+
+def free_ports(count: int, proc: Path = Path("/proc")) -> list[int]:
+    """TCP ports of this machine that nobody has. It may take an engine's start until they are listened to, so they are
+    none of those that outgoing connections are given meanwhile. Raises OSError where there are too few."""
+    outgoing = _read(proc / "sys" / "net" / "ipv4" / "ip_local_port_range").split()
+    span = range(FIRST_PORT, int(outgoing[0]) if outgoing else FIRST_PORT)
+    tried = random.SystemRandom().sample(span, min(len(span), MOST_TRIES))
+    ports: list[int] = []
+    with ExitStack() as probes:
+        for port in [*tried, *[0] * count]:  # 0: whatever the system gives
+            with suppress(OSError):
+                ports.append(probes.enter_context(socket.create_server((LOCALHOST, port))).getsockname()[1])
+            if len(ports) == count:
+                return ports
+    raise OSError(f"{count} ports are wanted, {len(ports)} are free")
 
 
 def available_memory_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

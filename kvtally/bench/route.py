@@ -37,6 +37,7 @@ from kvtally import __version__
 from kvtally.bench.processes import Daemon
 from kvtally.bench.route_parts import Outcome, Task
 from kvtally.errors import TransportError
+from kvtally.machine import free_ports
 from kvtally.units import human_size
 from kvtally.wire.limits import MIB
 
@@ -268,7 +269,7 @@ class Bench:
 
 def _router(stack: ExitStack, directory: Path, *flags: str) -> Part:
     """A router, ready. Its request log is read by nobody: it must not wait for that."""
-    port = _free_port()
+    [port] = free_ports(1)
     words = ("route", "--listen", f"127.0.0.1:{port}", "--salt-file", str(directory / "salt"), *flags)
     part = stack.enter_context(Part(directory, "kvtally", *words))
     part.port = port
@@ -283,15 +284,6 @@ def _router(stack: ExitStack, directory: Path, *flags: str) -> Part:
         if time.monotonic() >= deadline or part.process.poll() is not None:
             raise _broken("a router did not start")
         time.sleep(0.05)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _verdicts(port: int) -> dict[str, int]:

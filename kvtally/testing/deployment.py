@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 from kvtally.client import Miss, StoreClient
 from kvtally.errors import TransportError
-from kvtally.testing.engines import ENVIRONMENT, free_port
+from kvtally.machine import free_ports
+from kvtally.testing.engines import ENVIRONMENT
 from kvtally.testing.models import Model
 
 START_S = 400.0
@@ -118,8 +119,7 @@ class Deployment:
     """What one file asks for. Its processes are children of `kvtally up`, which restarts those that die."""
 
     def __init__(self, model: Model, directory: Path, **changes: Any) -> None:
-        self.router = f"http://127.0.0.1:{free_port()}"
-        self.prefill, self.decode = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+        self.router, self.prefill, self.decode = (f"http://127.0.0.1:{port}" for port in free_ports(3))
         self.socket = str(directory / "s.sock")
         settings = {name: value for name, value in model.settings.items() if name != "model"}
         tree = {

@@ -17,7 +17,6 @@ import contextlib
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -33,6 +32,7 @@ import msgspec
 import kvtally
 from kvtally.core.namespace import GroupKind
 from kvtally.errors import TransportError
+from kvtally.machine import free_ports
 
 START_S = 300.0
 CALL_S = 240.0
@@ -216,7 +216,7 @@ class Server:
     def __init__(
         self, arguments: Mapping[str, Any], log: Path, *, environment: Mapping[str, str] | None = None
     ) -> None:
-        self.port = free_port()
+        [self.port] = free_ports(1)
         flags = {"host": "127.0.0.1", "port": self.port, "served_model_name": "tiny", **arguments}
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_flags(flags)]
         command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--return-tokens-as-token-ids"]
@@ -368,11 +368,6 @@ def _flags(arguments: Mapping[str, Any]) -> list[str]:
         else:
             flags += [flag, str(value) if isinstance(value, str | int | float) else msgspec.json.encode(value).decode()]
     return flags
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def margin(top: Any) -> float:

@@ -1,0 +1,47 @@
+"""Ports that may be listened to later. (Memory and disk are tested where they are asked for.)"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvtally.machine import FIRST_PORT, free_ports
+
+
+def proc(directory: Path, outgoing: str) -> Path:
+    place = directory / "sys" / "net" / "ipv4"
+    place.mkdir(parents=True)
+    (place / "ip_local_port_range").write_text(outgoing)
+    return directory
+
+
+def test_ports_are_none_of_those_that_outgoing_connections_get(tmp_path: Path) -> None:
+    ports = free_ports(20, proc(tmp_path, "32768\t60999\n"))
+    assert len(set(ports)) == 20
+    assert all(FIRST_PORT <= port < 32768 for port in ports)
+
+
+def test_what_is_taken_is_not_given(tmp_path: Path) -> None:
+    """Of two ports one is taken."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kvtally.machine.FIRST_PORT", port - 1)
+            [given] = free_ports(1, proc(tmp_path, f"{port + 1} 60999"))
+    assert given != port
+
+
+@pytest.mark.parametrize("outgoing", ["1024 65535", ""])
+def test_where_all_ports_are_for_outgoing_connections_one_of_them_is_given(tmp_path: Path, outgoing: str) -> None:
+    assert len(set(free_ports(3, proc(tmp_path, outgoing)))) == 3
+
+
+def test_too_few_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> socket.socket:
+        raise OSError("no")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    with pytest.raises(OSError, match="2 ports are wanted, 0 are free"):
+        free_ports(2)
