@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
+from kvtally.machine import free_ports
 from kvtally.testing.deployment import Answer, Refused, body, post
-from kvtally.testing.engines import Server, free_port
+from kvtally.testing.engines import Server
 from kvtally.testing.models import DENSE, Model, Recipe
 from tests.engine.store import StoreProcess
 
@@ -47,7 +48,7 @@ class Node:
 
     @contextmanager
     def router(self, cause: str, *flags: str) -> Iterator[str]:
-        url = f"http://127.0.0.1:{free_port()}"
+        url = f"http://127.0.0.1:{free_ports(1)[0]}"
         prefill = f"{address(self._prefill)},store={self._stores['prefill']}"
         decode = f"{address(self._decode[cause])},store={self._stores[cause]}"
         command = [sys.executable, "-m", "kvtally", "route", "--listen", url.removeprefix("http://")]

@@ -18,7 +18,7 @@ import yaml
 
 from kvtally.cli import main as cli
 from kvtally.errors import ConfigError
-from kvtally.testing.engines import free_port
+from kvtally.machine import free_ports
 from kvtally.up.file import Deployment, Role, parse, read
 from kvtally.up.machine import answers, check, this_host
 from kvtally.up.plan import (
@@ -304,8 +304,8 @@ def ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Deployment:
     spec = importlib.machinery.ModuleSpec("vllm", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "vllm" else None)
     (tmp_path / "config.json").write_text("{}")
-    pools = {name: {"port": free_port()} for name in ("prefill", "decode")}
-    tree = {"model": str(tmp_path), **pools, "router": {"port": free_port()}, "store": {"socket": "s.sock"}}
+    ports = zip(("prefill", "decode", "router"), free_ports(3), strict=True)
+    tree = {"model": str(tmp_path), "store": {"socket": "s.sock"}, **{name: {"port": port} for name, port in ports}}
     return parse(tree, tmp_path / "up.yaml", {})
 
 

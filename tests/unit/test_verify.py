@@ -18,7 +18,7 @@ import pytest
 from kvtally.cli import main as cli
 from kvtally.core.receipts import Verdict
 from kvtally.core.routing import Skip
-from kvtally.testing.engines import free_port
+from kvtally.machine import free_ports
 from kvtally.verify.judge import (
     Answer,
     Comparison,
@@ -370,11 +370,13 @@ class Deployment:
     # -- the router
 
     def at_router(self, path: str, body: dict[str, Any] | None) -> Reply:
-        name = self.engine.address if "unreachable engine" not in self.has else f"127.0.0.1:{free_port()}"
+        name = self.engine.address if "unreachable engine" not in self.has else f"127.0.0.1:{free_ports(1)[0]}"
         if path == "/instances":
             rows = [{"instance": name, "roles": ["decode"], "state": "up"}]
             if self.prefill:
-                prefill = self.prefiller.address if "hidden prefill" not in self.has else f"127.0.0.1:{free_port()}"
+                prefill = (
+                    self.prefiller.address if "hidden prefill" not in self.has else f"127.0.0.1:{free_ports(1)[0]}"
+                )
                 rows.append({"instance": prefill, "roles": ["prefill"], "state": "up"})
             return as_json({"instances": rows})
         if path == "/v1/models":
@@ -614,7 +616,7 @@ def test_what_cannot_be_tested_is_neither(deployment: Deployment, run: Command, 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:{port}", "nonsense"])
 def test_no_router_is_no_test(run: Command, url: str) -> None:
-    code, out = run(url=url.format(port=free_port()))
+    code, out = run(url=url.format(port=free_ports(1)[0]))
     assert code == 2
     assert "did not answer" in out
 
