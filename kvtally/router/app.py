@@ -57,8 +57,9 @@ MOST_RECEIPTS, DEFAULT_RECEIPTS = 1_000, 100
 _CONTROL = frozenset(
     {
         *("abort_requests", "collective_rpc", "fault_tolerance", "finish_weight_update", "get_world_size"),
-        *("init_weight_transfer_engine", "is_paused", "is_scaling_elastic_ep", "is_sleeping", "kv_event_sources"),
-        *("load", "pause", "release_kv_cache_memory", "reset_encoder_cache", "reset_mm_cache", "reset_prefix_cache"),
+        *("inference", "init_weight_transfer_engine", "is_paused", "is_scaling_elastic_ep", "is_sleeping"),
+        *("kv_event_sources", "load", "pause", "release_kv_cache_memory", "reset_encoder_cache", "reset_mm_cache"),
+        *("reset_prefix_cache",),
         *("resume", "scale_elastic_ep", "server_info", "shutdown_weight_transfer_engine", "sleep", "start_profile"),
         *("start_draft_weight_update", "start_weight_update", "stop_profile", "update_weight_version"),
         *("update_weights", "wake_up", "weight_checker", "weight_info"),
@@ -83,6 +84,7 @@ class Router:
             ("POST", "/v1/completions"): proxy.complete,
             ("POST", "/v1/chat/completions"): proxy.complete,
             ("GET", "/health"): self._health,
+            ("HEAD", "/health"): self._health,
             ("GET", "/metrics"): self._metrics,
             ("GET", "/instances"): self._instances,
             ("GET", "/receipts"): self._receipts,
@@ -92,7 +94,7 @@ class Router:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request. A table is all the routing there is: aiohttp's own takes a tenth of a request's time."""
-        handler = self._handlers.get((request.method, request.path))
+        handler = self._handlers.get((request.method, request.path.rstrip("/")))
         if handler is not None:
             return await handler(request)
         if request.method == "GET" and request.path.startswith("/receipts/"):

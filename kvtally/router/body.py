@@ -28,6 +28,7 @@ RESERVED = frozenset(
         *("disagg_prefill_dp_rank", "routed_dp_rank", "data_parallel_rank"),
     }
 )
+IDS = "prompt_token_ids"  # beside the hand-off: where vLLM looks for what a chat's prompt was
 NESTED = "vllm_xargs"  # the engine lays the members of this one beside its own `kv_transfer_params`
 
 # One token, at once, and nothing but the prompt computed for it. `min_tokens` would be refused with one token.
@@ -46,7 +47,11 @@ _ONE_TOKEN: Overlay = {
     "echo": None,
     "return_token_ids": True,
 }
-_ROOT_FIELDS = ("model", "tools", "documents", "chat_template", "chat_template_kwargs", "add_special_tokens")
+# What a template or the engine may put at, or cut from, a prompt's beginning.
+_ROOT_FIELDS = (
+    *("model", "tools", "tool_choice", "documents", "reasoning_effort", "chat_template", "chat_template_kwargs"),
+    *("add_special_tokens", "truncate_prompt_tokens", "truncation_side", "mm_processor_kwargs", "media_io_kwargs"),
+)
 
 _object = msgspec.json.Decoder(Fields)
 _array = msgspec.json.Decoder(list[Raw])
@@ -152,7 +157,7 @@ def handoff_overlay(kind: Kind, fields: Fields, ids: Raw | None, params: dict[st
     if kind is Kind.TEXT:
         overlay["prompt"] = ids
     elif kind is Kind.MESSAGES:
-        overlay["kv_transfer_params"] = {**(params or {}), "prompt_token_ids": ids}
+        overlay["kv_transfer_params"] = {**(params or {}), IDS: ids}
     return overlay
 
 

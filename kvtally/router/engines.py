@@ -15,6 +15,7 @@ from kvtally.router.upstream import Response
 
 LARGEST_ANSWER_BYTES = 64 << 20  # of prefill, with the token ids of a long prompt
 RETRIED_STATUSES = frozenset({502, 503, 504})
+UNSENT = "connect"  # of a failure: the engine knows nothing of the request
 _OUR_FAULT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 
 
@@ -48,6 +49,7 @@ class Leg(NamedTuple):
     headers: CIMultiDict[str]
     body: bytes | None
     method: str = "POST"
+    may_repeat: bool = True  # without being told: it says nothing that must be said once
 
 
 async def start(member: Member, leg: Leg) -> Started | Failure:
@@ -55,7 +57,7 @@ async def start(member: Member, leg: Leg) -> Started | Failure:
     response: Response | None = None
     first: bytes | None = None
     try:
-        response = await member.client.request(leg.method, leg.path, leg.headers, leg.body)
+        response = await member.client.request(leg.method, leg.path, leg.headers, leg.body, may_repeat=leg.may_repeat)
         first = await response.read()
         return Started(response, first)
     except TimeoutError as error:
@@ -66,8 +68,8 @@ async def start(member: Member, leg: Leg) -> Started | Failure:
         return Failure("disconnected", f"{member.name}: {error}")
     except OSError as error:
         if error.errno not in _OUR_FAULT:
-            member.went_down(f"it cannot be reached: {error}")
-        return Failure("connect", f"{member.name} cannot be reached: {error}")
+            member.avoid(f"it cannot be reached: {error}")
+        return Failure(UNSENT, f"{member.name} cannot be reached: {error}")
     finally:
         if response is not None and first is None:
             response.close()
@@ -79,22 +81,20 @@ async def ask(member: Member, leg: Leg) -> Whole | Failure:
     if isinstance(started, Failure):
         return started
     try:
-        body = await read_all(started, LARGEST_ANSWER_BYTES)
+        started = await read_on(started, LARGEST_ANSWER_BYTES)
+        if not started.response.is_complete:
+            return Failure("too_long", f"{member.name} answered more than {LARGEST_ANSWER_BYTES} bytes")
     except OSError as error:  # a TimeoutError is one
         return Failure("disconnected", f"{member.name} broke off its answer: {error}")
     finally:
         started.response.close()
-    if body is None:
-        return Failure("too_long", f"{member.name} answered more than {LARGEST_ANSWER_BYTES} bytes")
-    return Whole(started.response.status, started.response.headers, body)
+    return Whole(started.response.status, started.response.headers, started.first)
 
 
-async def read_all(started: Started, limit_bytes: int) -> bytes | None:
-    """The whole body; None where it is longer. Raises OSError where it breaks off."""
+async def read_on(started: Started, limit_bytes: int) -> Started:
+    """With the whole body, or all until it was longer than this. Raises OSError where it breaks off."""
     parts, size_bytes = [started.first], len(started.first)
-    while part := await started.response.read():
+    while size_bytes <= limit_bytes and (part := await started.response.read()):
         parts.append(part)
         size_bytes += len(part)
-        if size_bytes > limit_bytes:
-            return None
-    return b"".join(parts)
+    return Started(started.response, b"".join(parts))

@@ -1,11 +1,11 @@
 """Instances: which are up, how busy each is, which are being drained.
 
     health check every 2 s ─▶ up / down ─▶ Pool.eligible ─▶ core.routing.choose
-    a leg that could not connect ─▶ down at once, until the next check that succeeds
+    a leg that could not connect ─▶ nothing more is sent there until the next check that succeeds
 
 Owns that state. An instance counts as up until something says otherwise, so that a router can start before its engines.
-When one goes down, legs that still wait for its first byte are woken: a stopped engine must not cost them their whole
-deadline. Neighbours: `proxy` (uses instances), `core.routing` (chooses).
+When a check says that one is down, legs that still wait for its first byte are woken: a stopped engine must not cost
+them their whole deadline. Neighbours: `proxy` (uses instances), `core.routing` (chooses).
 """
 
 from __future__ import annotations
@@ -51,12 +51,15 @@ class Member:
             return "down"
         return "draining" if self.is_draining else "up"
 
-    def went_down(self, problem: str) -> None:
+    def avoid(self, problem: str) -> None:
+        """A leg could not connect. What the instance is computing may be well all the same."""
         self.problem = problem
-        if not self.is_up:
-            return
-        self.is_up = False
-        logger.warning("instance %s is down: %s", self.name, problem)
+        if self.is_up:
+            self.is_up = False
+            logger.warning("instance %s is down: %s", self.name, problem)
+
+    def went_down(self, problem: str) -> None:
+        self.avoid(problem)
         self.client.give_up(f"it went down, {problem}")
 
     def was_silent(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import aiohttp
 import msgspec
@@ -26,9 +26,10 @@ from kvtally.core.routing import Held, PrefixMap, Skip, skip_prefill
 from kvtally.errors import RouteError
 from kvtally.router import body as bodies
 from kvtally.router import headers as header
-from kvtally.router.engines import RETRIED_STATUSES, Failure, Leg, Started, Whole, ask, read_all, start
+from kvtally.router.body import Kind
+from kvtally.router.engines import RETRIED_STATUSES, UNSENT, Failure, Leg, Started, Whole, ask, read_on, start
 from kvtally.router.flavours import FLAVOURS
-from kvtally.router.flavours.base import PrefillAnswer, ResponseUsage
+from kvtally.router.flavours.base import Params, PrefillAnswer, ResponseUsage
 from kvtally.router.pool import Member, Pool
 from kvtally.router.relay import CLIENT_LEFT, relay
 from kvtally.router.stores import Answer, StoreReader
@@ -47,6 +48,8 @@ STRICT_PATIENCE = 2  # times as long is a receipt waited for where its absence i
 STORE_WAIT_MS = 60_000  # the longest a store waits; a later first byte asks again
 EVIDENCE_BYTES = 32 << 20
 PREFIXES, PREFIX_LIFETIME_NS = 65_536, 900 * 1_000_000_000
+SHORTEST_PAUSE_S = 0.005  # between two questions for a receipt that the store answers at once; twice as long each time
+BOOTSTRAP_BYTES = 1 << 20
 BOOTSTRAP_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
@@ -204,6 +207,7 @@ class Proxy:
                 break
             if tried:
                 trip.renew()
+                trip.record.retries += 1
                 self._tally.retries["prefill"] += 1
             tried.append(member)
             answer = await self._ask_prefill(trip, member)
@@ -266,10 +270,8 @@ class Proxy:
 
     async def _decode(self, trip: Trip, decode: Member, plan: Plan) -> web.StreamResponse:
         """Send the request to decode, once more to another one where that fails before the first byte."""
-        body = [
-            bodies.encode(trip.fields, plan.overlay)
-        ]  # emptied with the first byte, which may be long ago at the last
-        plan.overlay.clear()
+        if decode.is_draining or not decode.is_up:  # since it was chosen: prefill may have taken long
+            decode = self._pool.decode.pick({}) or decode
         tried: list[Member] = []
         while True:
             tried.append(decode)
@@ -277,21 +279,39 @@ class Proxy:
             is_last = len(tried) == DECODE_ATTEMPTS
             decode.legs += 1
             try:
-                outcome = await self._try_decode(trip, decode, plan, body, is_last=is_last)
+                outcome = await self._try_decode(trip, decode, plan, is_last=is_last)
             finally:
                 decode.legs -= 1
             if isinstance(outcome, web.StreamResponse):
                 return outcome
             other = self._pool.decode.pick({}, besides=tried) or (decode if decode.is_up else None)
             self._give_up_or_retry(trip, "decode", outcome, is_last=is_last or other is None)
+            if outcome.reason != UNSENT:
+                plan = self._again(trip, plan)
             decode = other or decode
 
+    def _again(self, trip: Trip, plan: Plan) -> Plan:
+        """For another instance. The one that failed may have filed a receipt, and have read what was handed over."""
+        trip.renew()
+        told = cast("Params | None", plan.overlay.get("kv_transfer_params"))
+        params = self._flavour.again(trip.ticket, told)
+        if told is not None and bodies.IDS in told:
+            params = {**(params or {}), bodies.IDS: told[bodies.IDS]}
+        plan = plan._replace(overlay={**plan.overlay, "kv_transfer_params": params})
+        if plan.half is not None and self._flavour.has_one_reader:
+            plan = plan._replace(half=None, note="handoff_spent")
+        return plan
+
     async def _try_decode(
-        self, trip: Trip, decode: Member, plan: Plan, body: list[bytes], *, is_last: bool
+        self, trip: Trip, decode: Member, plan: Plan, *, is_last: bool
     ) -> web.StreamResponse | Failure:
         reader = self._readers.get(decode.instance.store) if self._flavour.has_receipts else None
+        if trip.kind is Kind.BATCH:
+            reader = None  # each of its prompts files under the one ticket: none speaks for all
         asked = reader.ask(trip.ticket, STORE_WAIT_MS) if reader is not None else None
-        started = await start(decode, Leg(trip.path, trip.engine_headers(self._config), body[0]))
+        body = bodies.encode(trip.fields, plan.overlay)
+        started = await start(decode, Leg(trip.path, trip.engine_headers(self._config), body, may_repeat=False))
+        del body  # the answer may take long
         if isinstance(started, Failure):
             return started
         status = started.response.status
@@ -303,7 +323,7 @@ class Proxy:
                 started = await self._judge(trip, decode, plan, started, asked)
             else:
                 self._settle(trip, plan, None, f"status_{status}")
-            body.clear()
+            plan.overlay.clear()
             self._let_go(trip)
             response = await self._pass_on(trip, started)
         finally:
@@ -316,18 +336,18 @@ class Proxy:
         self, trip: Trip, decode: Member, plan: Plan, started: Started, asked: asyncio.Future[Answer] | None
     ) -> Started:
         """Match the halves. Raises RouteError where strict mode refuses what they prove."""
-        half, why = None, "no_receipts"
+        half, why = None, "batch" if trip.kind is Kind.BATCH else "no_receipts"
         if asked is not None:
             answer = await self._receipt(trip, decode, asked)
             half, why = (answer.receipt.decode if answer.receipt else None), answer.reason
-        elif not trip.record.stream:
+        elif self._flavour.has_evidence and not trip.record.stream:
             started, half = await self._evidence(started)
         self._settle(trip, plan, half, why)
         matched = trip.matched
         assert matched is not None
         self._tally.judged(matched)
         self._learn(trip, decode, plan, matched)
-        if self._config.strict and self._is_refused(plan, matched.verdict, half):
+        if self._config.strict and self._is_refused(trip, plan, matched):
             raise RouteError(
                 f"reuse was not proved: {matched.words}" + (f" ({matched.reason})" if matched.reason else ""),
                 remedy=f"See /receipts/{trip.ticket}; without --strict the request is answered all the same.",
@@ -339,6 +359,8 @@ class Proxy:
     def _settle(self, trip: Trip, plan: Plan, half: Half | None, why_missing: str) -> None:
         receipt = Receipt(ticket=trip.ticket, prefill=plan.half, decode=half)
         trip.matched = match(receipt, note=plan.note, why_missing=why_missing)
+        if self._is_broken(plan, trip.matched) and trip.matched.verdict is Verdict.LOCAL:
+            trip.matched = msgspec.structs.replace(trip.matched, reason=plan.note or "not_held")
         record = trip.record
         record.receipt, record.verdict, record.reason = receipt, trip.matched.words, trip.matched.reason
         record.source = source_of(half)
@@ -353,14 +375,17 @@ class Proxy:
         wait_ms = self._config.receipt_wait_ms * (STRICT_PATIENCE if self._config.strict else 1)
         if decode.unfiled >= UNFILED and not self._config.strict:
             return Answer(None)  # it runs without the connector; `_look_again` notices when that changes
+        answer = Answer(None)
         try:
             async with asyncio.timeout(wait_ms / 1e3):
-                answer = await asked
-                if not answer.reason and not _has_decode(answer):
-                    # The store waited as long as it does, or had too many waiting.
+                answer, pause_s = await asked, SHORTEST_PAUSE_S
+                while not answer.reason and not _has_decode(answer):
+                    # The store waited as long as it does, or has too many waiting: then it answers at once.
                     answer = await self._readers[decode.instance.store].ask(trip.ticket, wait_ms)
+                    await asyncio.sleep(0 if _has_decode(answer) else pause_s)
+                    pause_s *= 2
         except TimeoutError:
-            answer = Answer(None)
+            pass
         decode.unfiled = 0 if answer.reason or _has_decode(answer) else decode.unfiled + 1
         return answer
 
@@ -379,27 +404,37 @@ class Proxy:
     async def _evidence(self, started: Started) -> tuple[Started, Half | None]:
         """For flavours without receipts: what the response itself says."""
         try:
-            body = await read_all(started, EVIDENCE_BYTES)
+            started = await read_on(started, EVIDENCE_BYTES)
         except OSError as error:
             raise RouteError(
                 f"decode broke off its answer: {error}", remedy="Ask again.", status=502, code="KV-702"
             ) from error
-        if body is None:
-            raise RouteError("decode's answer is too long", remedy="Ask for a stream.", status=502, code="KV-702")
-        return Started(started.response, body), self._flavour.evidence(body)
+        return started, self._flavour.evidence(started.first) if started.response.is_complete else None
 
-    def _is_refused(self, plan: Plan, verdict: Verdict, half: Half | None) -> bool:
-        if verdict is Verdict.RECOMPUTED:
-            has_something = half is not None and half.prompt_tokens > 1  # of one token nothing can be reused
-            return plan.was_promised and has_something
-        return verdict in (Verdict.MISSING, Verdict.SHORT)
+    def _is_refused(self, trip: Trip, plan: Plan, matched: Matched) -> bool:
+        if matched.verdict in (Verdict.MISSING, Verdict.SHORT):
+            return trip.kind is not Kind.BATCH  # of which nothing was promised, and nothing can be known
+        return self._is_broken(plan, matched)
+
+    def _is_broken(self, plan: Plan, matched: Matched) -> bool:
+        """Whether reuse was counted on, and decode says that there was none, or next to none."""
+        half = matched.receipt.decode
+        if half is None or not plan.was_promised:
+            return False
+        if matched.verdict is Verdict.RECOMPUTED:
+            return half.prompt_tokens > 1  # of one token nothing can be reused
+        return matched.verdict is Verdict.LOCAL and self._is_too_much(half)
+
+    def _is_too_much(self, half: Half) -> bool:
+        """Whether decode computed more than was counted on, with all allowance for what is a token."""
+        return half.computed_tokens > WRONG_BY * self._config.prefill_from_tokens
 
     def _learn(self, trip: Trip, decode: Member, plan: Plan, matched: Matched) -> None:
         """Remember where this prompt went, and whether it is certain to be there."""
         half = matched.receipt.decode
         is_proved = half is not None and matched.verdict in (Verdict.PROVED, Verdict.LOCAL)
         if half is not None and plan.skip is Skip.HELD:
-            is_proved &= half.computed_tokens <= WRONG_BY * self._config.prefill_from_tokens
+            is_proved &= not self._is_too_much(half)
         self._decode_seen.learn(trip.prints, decode.name, time.monotonic_ns(), proved=is_proved)
         if plan.skip is Skip.HELD and not is_proved:
             self._decode_seen.doubt(trip.prints, decode.name)
@@ -410,9 +445,8 @@ class Proxy:
         """Make room for a request's body, which may be as long as it says. Raises RouteError where there is none."""
         request = trip.request
         if request.body_exists:
-            trip.reserved_bytes = (
-                self._config.max_body_bytes if request.content_length is None else request.content_length
-            )
+            length = None if "Content-Encoding" in request.headers else request.content_length
+            trip.reserved_bytes = self._config.max_body_bytes if length is None else length
         self._bodies_bytes += trip.reserved_bytes
         if self._requests > MOST_REQUESTS or self._bodies_bytes > MOST_BODIES_BYTES:
             message = f"there are {self._requests} requests, with {self._bodies_bytes} bytes of bodies, at once"
@@ -468,7 +502,12 @@ class Proxy:
             async with self._session.get(url, timeout=BOOTSTRAP_TIMEOUT, allow_redirects=False) as response:
                 if response.status != 200:
                     raise ValueError(f"status {response.status}")
-                return msgspec.json.decode(await response.content.read(1 << 20))
+                data = bytearray()
+                async for part in response.content.iter_any():
+                    data += part
+                    if len(data) > BOOTSTRAP_BYTES:
+                        raise ValueError(f"its answer is longer than {BOOTSTRAP_BYTES} bytes")
+                return msgspec.json.decode(data)
         except aiohttp.ClientError as error:
             raise OSError(str(error)) from error
 

@@ -108,8 +108,18 @@ class StoreReader:
         self.tried.set()
 
     async def _connect(self) -> tuple[asyncio.BaseTransport, _Session]:
+        """To the first of its addresses that answers; each has its share of the time."""
+        *others, last = self.endpoint.targets
+        for target in others:
+            with contextlib.suppress(OSError):  # a TimeoutError is one
+                async with asyncio.timeout(HANDSHAKE_S / len(self.endpoint.targets)):
+                    return await self._connect_to(*target)
+        return await self._connect_to(*last)
+
+    async def _connect_to(
+        self, family: socket.AddressFamily, target: str | tuple[object, ...]
+    ) -> tuple[asyncio.BaseTransport, _Session]:
         loop = asyncio.get_running_loop()
-        family, target = self.endpoint.targets[0]
         connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         with contextlib.ExitStack() as stack:
             stack.callback(connection.close)

@@ -36,7 +36,7 @@ class Trip:
 
     def __init__(self, request: web.BaseRequest) -> None:
         self.request = request
-        self.path = request.path
+        self.path = request.path.rstrip("/")  # an engine would redirect, to itself
         self.fields: Fields = {}
         self.kind = Kind.OTHER
         self.prints: list[Print] = []
@@ -59,7 +59,6 @@ class Trip:
     def renew(self) -> None:
         """A leg is tried again: nothing of the first attempt must be taken for the second's."""
         self.record.ticket = new_ticket()
-        self.record.retries += 1
 
     @property
     def elapsed_ms(self) -> float:

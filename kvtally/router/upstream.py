@@ -88,11 +88,13 @@ class EngineClient:
         self._idle: deque[_Connection] = deque()
         self._waiting: set[_Connection] = set()
 
-    async def request(self, method: str, path: str, headers: CIMultiDict[str], body: bytes | None) -> Response:
+    async def request(
+        self, method: str, path: str, headers: CIMultiDict[str], body: bytes | None, *, may_repeat: bool = True
+    ) -> Response:
         """Send a request and wait for the head of its answer. Raises OSError.
 
         A kept connection may be closed by the engine just now: where that happens before a byte of the answer, the
-        request is sent again, on a new one.
+        request is sent again, on a new one, if it `may_repeat`: the engine may have begun with it, too.
         """
         data = self._encode(method, path, headers, body)
         kept = self._take_idle()
@@ -100,7 +102,7 @@ class EngineClient:
             try:
                 return await kept.exchange(data, has_body=method != "HEAD")
             except ConnectionError:
-                if kept.has_answered:
+                if kept.has_answered or not may_repeat:
                     raise
         connection = await self._connect()
         return await connection.exchange(data, has_body=method != "HEAD")

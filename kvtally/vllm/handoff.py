@@ -42,6 +42,12 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     chain: Text = ""  # hex chain value at `saved_tokens`
     state: Text = ""  # "pending": on its way into the store when prefill answered
     reason: Text = ""  # why `saved_tokens` is 0
+    promise: Text = ""  # the ticket prefill has filed under, where decode is another one's second try
+
+    @property
+    def prefill_ticket(self) -> str:
+        """Under which prefill says what becomes of its promise."""
+        return self.promise or self.ticket
 
     def params(self) -> dict[str, Any]:
         """As vLLM returns it to the client."""

@@ -306,7 +306,7 @@ class Inquiries:
         assert inquiry.handoff is not None
         inquiry.foreign = self._doubt(client, inquiry, inquiry.handoff)
         if inquiry.promised_tokens and (inquiry.word is None or inquiry.word.result is not None):
-            inquiry.word = client.receipts(inquiry.handoff.ticket)
+            inquiry.word = client.receipts(inquiry.handoff.prefill_ticket)
         return bool(inquiry.promised_tokens)
 
     def _ask_for_tail(self, client: StoreClient, inquiry: Inquiry, lease: Lease) -> bool:

@@ -55,6 +55,7 @@ class FakeVLLM:
         self.bootstrap_status = 200
         self.statuses: list[int] = []  # of the next requests, instead of an answer
         self.drops = 0  # so many next requests find the connection closed
+        self.drops_filed = 0  # the same, after their half is filed
         self.dies_after: int | None = None  # words, then the connection is reset
         self.pause = asyncio.Event()  # an answer waits for this before its first byte, and between words
         self.pause.set()
@@ -111,7 +112,7 @@ class FakeVLLM:
             return web.json_response({"object": "list", "data": [{"id": "fake", "object": "model"}]})
         if request.path == "/query":
             engines = {"0": {"engine_id": f"engine-{self.port}", "worker_addr": {}}}
-            return web.json_response(engines, status=self.bootstrap_status)
+            return await _in_pieces(request, json.dumps(engines).encode(), self.bootstrap_status)
         if request.path in self.extra:
             told = self.extra[request.path]
             return web.Response(status=told.status, body=told.body, headers=told.headers)
@@ -142,6 +143,9 @@ class FakeVLLM:
         params = self._prefilled(seen, tokens)
         if params is None:
             await self._file(seen, tokens)
+            if self.drops_filed:
+                self.drops_filed -= 1
+                return _hang_up(request)
         words = self.words[: seen.body.get("max_tokens") or len(self.words)]
         if seen.body.get("stream"):
             return await self._stream(request, seen, words)
@@ -262,6 +266,17 @@ def _tokens(body: dict[str, Any]) -> list[int]:
         return list(json.dumps(body["messages"]).encode())
     prompt = body.get("prompt", "")
     return list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+
+
+async def _in_pieces(request: web.Request, data: bytes, status: int) -> web.StreamResponse:
+    """As a network may deliver it."""
+    response = web.StreamResponse(status=status, headers={"Content-Type": "application/json"})
+    await response.prepare(request)
+    for part in (data[:7], data[7:]):
+        await response.write(part)
+        await asyncio.sleep(0.01)
+    await response.write_eof()
+    return response
 
 
 def _hang_up(request: web.Request) -> web.Response:

@@ -135,7 +135,9 @@ class TestHandOff:
                 assert it.prefill[0].seen == []
                 assert it.decode[0].seen[0].params["kvtally"]["role"] == "decode"
                 assert "saved_tokens" not in it.decode[0].seen[0].params["kvtally"]
-                assert reply.verdict == "recomputed:absent"
+                # Of a batch nothing can be known: its prompts file under one ticket.
+                assert reply.verdict == ("missing" if why == "batch" else "recomputed:absent")
+                assert reply.headers["x-kvtally-reason"] == ("batch" if why == "batch" else "absent")
 
         run(test)
 

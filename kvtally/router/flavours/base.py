@@ -50,7 +50,8 @@ class Flavour:
 
     name: ClassVar[str]
     has_receipts: ClassVar[bool] = False  # decode files its half in the store
-    has_one_reader: ClassVar[bool] = False  # what prefill keeps is read once: not for n > 1
+    has_evidence: ClassVar[bool] = False  # decode's response says what it reused
+    has_one_reader: ClassVar[bool] = False  # what prefill keeps is read once: not for n > 1, nor by a second instance
 
     async def open(self, ticket: str, prefill: Instance, ask: Ask) -> Opening:
         """What to send to this prefill instance. Raises OSError or ValueError where it cannot be told."""
@@ -64,8 +65,13 @@ class Flavour:
         """What decode is told when there is no hand-off."""
         return None
 
+    def again(self, ticket: str, told: Params | None) -> Params | None:
+        """What a second decode instance is told, after one that was told this has failed: it may have read what was
+        handed over, and have said so."""
+        return self.alone(ticket)
+
     def evidence(self, body: bytes) -> Half | None:
-        """Decode's half as far as its response (not streamed) tells it; for flavours without receipts."""
+        """Decode's half as far as its response (not streamed) tells it; where `has_evidence`."""
         return None
 
 

@@ -64,3 +64,10 @@ class KVTally(Flavour):
 
     def alone(self, ticket: str) -> Params | None:
         return {KEY: {"ticket": ticket, "role": "decode"}}
+
+    def again(self, ticket: str, told: Params | None) -> Params | None:
+        """The same promise, for a receipt of its own: the first instance may have filed one."""
+        first = (told or {}).get(KEY)
+        if not isinstance(first, dict) or "saved_tokens" not in first:
+            return self.alone(ticket)
+        return {KEY: {"promise": first["ticket"], **first, "ticket": ticket}}

@@ -40,6 +40,7 @@ class _Response(msgspec.Struct):
 
 class LMCache(Flavour):
     name = "lmcache"
+    has_evidence = True
 
     async def open(self, ticket: str, prefill: Instance, ask: Ask) -> Opening:
         return Opening(None)

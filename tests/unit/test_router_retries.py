@@ -1,0 +1,258 @@
+"""The router when a leg fails half-way, or what was counted on is not there: no receipt is taken for another's."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtally.connection import Endpoint, endpoint
+from kvtally.core.receipts import Half, Role
+from kvtally.router import proxy
+from kvtally.router.stores import StoreReader
+from tests.unit.fake_vllm import Seen
+from tests.unit.router_kit import LONG, Kit, a_store, kit, run
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[str]:
+    with a_store(tmp_path) as (_, path):
+        yield path
+
+
+def legs(it: Kit) -> list[Seen]:
+    return [seen for engine in it.decode for seen in engine.seen]
+
+
+class TestDecodeAgain:
+    def test_a_receipt_of_the_engine_that_died_proves_nothing(self, tmp_path: Path, store: str) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, decode=2, store=store) as it:
+
+                def half_of(seen: Seen, half: Half) -> Half:
+                    """The first loads what prefill saved, and dies; the second loads nothing."""
+                    if len(legs(it)) == 1:
+                        return half
+                    for engine in it.decode:
+                        engine.drops_filed = 0
+                    tokens = half.prompt_tokens
+                    return Half(role=Role.DECODE, prompt_tokens=tokens, computed_tokens=tokens, reason="checksum")
+
+                for engine in it.decode:
+                    engine.half, engine.drops_filed = half_of, 1
+                reply = await it.ask()
+                assert (reply.status, reply.verdict) == (200, "recomputed:checksum")
+                assert reply.headers["x-kvtally-reused-tokens"] == "0"
+                assert (await it.ask()).prefill == it.prefill[0].name  # nobody is believed to hold it
+
+        run(test)
+
+    def test_the_second_is_told_of_the_promise_under_its_own_ticket(self, tmp_path: Path, store: str) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, decode=1, store=store) as it:
+                it.decode[0].drops_filed = 1
+                reply = await it.ask()
+                first, second = (seen.params["kvtally"] for seen in legs(it))
+                assert second["promise"] == first["ticket"] != second["ticket"]
+                kept = {name: value for name, value in second.items() if name not in ("promise", "ticket")}
+                assert kept == {name: value for name, value in first.items() if name != "ticket"}
+                assert reply.headers["x-kvtally-request"] == second["ticket"]
+                assert legs(it)[1].headers["X-Request-Id"] == second["ticket"]
+                assert len(it.prefill[0].seen) == 1
+
+        run(test)
+
+    def test_chat_keeps_the_tokens_of_prefill(self, tmp_path: Path, store: str) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, store=store) as it:
+                it.decode[0].drops_filed = 1
+                body = {"messages": [{"role": "user", "content": LONG}]}
+                await it.send("POST", "/v1/chat/completions", json=body)
+                first, second = legs(it)
+                assert first.params["prompt_token_ids"] == second.params["prompt_token_ids"]
+
+        run(test)
+
+    @pytest.mark.parametrize("flavour", ["nixl", "nixl-push", "mooncake"])
+    def test_what_is_read_once_is_not_handed_over_twice(self, tmp_path: Path, flavour: str) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, flavour=flavour) as it:
+                if flavour == "nixl-push":
+                    it.prefill[0].handoff = lambda _, answer: {**answer, "transfer_mode": "push"}
+                it.decode[0].drops = 1
+                reply = await it.ask()
+                first, second = legs(it)
+                assert reply.status == 200
+                assert first.params["do_remote_prefill"]
+                assert "do_remote_prefill" not in second.params
+                told = (await it.send("GET", f"/receipts/{reply.headers['x-kvtally-request']}")).json()
+                assert told["prefill"] is None
+
+        run(test)
+
+    def test_one_that_never_had_it_spends_nothing(self, tmp_path: Path) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, flavour="nixl", decode=2) as it:
+                await it.decode[0].__aexit__()  # nobody listens there any more
+                for number in range(2):  # one of them is sent there first
+                    assert (await it.ask(LONG + str(number))).status == 200
+                assert all(seen.params["do_remote_prefill"] for seen in it.decode[1].seen)
+                assert len(it.decode[1].seen) == 2
+
+        run(test)
+
+
+class TestInstances:
+    def test_one_that_cannot_be_connected_to_goes_on_with_what_it_has(
+        self, tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, store=store) as it:
+                engine = it.decode[0]
+                engine.pause.clear()
+                asked = [asyncio.create_task(it.ask(LONG + str(number))) for number in range(3)]
+                while len(engine.seen) < 3:
+                    engine.arrived.clear()
+                    await engine.arrived.wait()
+                member = it.router._sources.pool.find(engine.name)
+                assert member is not None
+                member.avoid("a name server was asleep")
+                engine.pause.set()
+                assert [reply.status for reply in await asyncio.gather(*asked)] == [200] * 3
+
+        run(test)
+
+    def test_a_request_is_not_sent_to_one_that_is_drained_while_it_is_prefilled(
+        self, tmp_path: Path, store: str
+    ) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, decode=2, store=store) as it:
+                prefill, members = it.prefill[0], it.router._sources.pool.decode.members
+                for number, drained in enumerate(members):  # they take turns: one of these was chosen
+                    prefill.pause.clear()
+                    prefill.arrived.clear()
+                    asked = asyncio.create_task(it.ask(f"{number} {LONG}"))
+                    await prefill.arrived.wait()
+                    drained.is_draining = True
+                    prefill.pause.set()
+                    assert (await asked).headers["x-kvtally-decode"] != drained.name
+                    drained.is_draining = False
+
+        run(test)
+
+
+class TestStrict:
+    @pytest.mark.parametrize("cause", ["held", "prefill"])
+    def test_next_to_nothing_is_not_what_was_counted_on(self, tmp_path: Path, store: str, cause: str) -> None:
+        def evicted(seen: Seen, half: Half) -> Half:
+            return Half(
+                role=Role.DECODE, prompt_tokens=half.prompt_tokens, tokens_gpu=1, computed_tokens=half.prompt_tokens - 1
+            )
+
+        async def test() -> None:
+            async with kit(tmp_path, store=store, strict=True, prefill_from_tokens=8) as it:
+                if cause == "held":
+                    assert (await it.ask()).verdict == "proved"
+                else:
+                    it.prefill[0].statuses = [500]
+                it.decode[0].half = evicted
+                reply = await it.ask()
+                assert reply.status == 502
+                assert reply.verdict == "local"
+                assert reply.headers["x-kvtally-reason"] == ("not_held" if cause == "held" else "prefill_status_500")
+
+        run(test)
+
+    def test_a_batch_is_answered(self, tmp_path: Path, store: str) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, store=store, strict=True) as it:
+                reply = await it.send("POST", "/v1/completions", json={"prompt": [LONG, LONG]})
+                assert (reply.status, reply.verdict) == (200, "missing")
+
+        run(test)
+
+    def test_a_store_that_lets_nobody_wait_is_asked_again(
+        self, tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As one does that has too many waiting, of requests that were refused and never file."""
+        real = StoreReader.ask
+        monkeypatch.setattr(StoreReader, "ask", lambda reader, ticket, wait_ms: real(reader, ticket, 0))
+
+        async def test() -> None:
+            async with kit(tmp_path, store=store, strict=True) as it:
+                it.decode[0].half_delay_s = 0.1
+                assert (await it.ask()).verdict == "proved"
+
+        run(test)
+
+
+class TestRequests:
+    @pytest.mark.parametrize("name", ["reasoning_effort", "tool_choice", "truncate_prompt_tokens"])
+    def test_what_changes_a_prompt_s_beginning_is_another_prompt(self, tmp_path: Path, store: str, name: str) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, store=store) as it:
+                for value in ("low", "high"):
+                    body = {"messages": [{"role": "user", "content": LONG}], name: value}
+                    reply = await it.send("POST", "/v1/chat/completions", json=body)
+                    assert reply.prefill == it.prefill[0].name
+
+        run(test)
+
+    def test_a_path_that_ends_with_a_slash_is_the_same(self, tmp_path: Path, store: str) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, store=store) as it:
+                reply = await it.ask(path="/v1/completions/")
+                assert (reply.status, reply.verdict) == (200, "proved")
+                assert {seen.path for seen in [*legs(it), *it.prefill[0].seen]} == {"/v1/completions"}
+                assert (await it.send("HEAD", "/health")).status == 200
+
+        run(test)
+
+    @pytest.mark.parametrize("flavour", ["nixl", "lmcache"])
+    def test_a_long_answer_is_no_error(self, tmp_path: Path, flavour: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(proxy, "EVIDENCE_BYTES", 1 << 16)
+
+        async def test() -> None:
+            async with kit(tmp_path, flavour=flavour) as it:
+                it.decode[0].words = ["x" * 1000] * 300
+                reply = await it.ask()
+                assert reply.status == 200
+                assert len(reply.json()["choices"][0]["text"]) == 300_000
+
+        run(test)
+
+    def test_a_compressed_body_counts_for_what_it_may_become(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(proxy, "MOST_BODIES_BYTES", 3 << 20)
+
+        async def test() -> None:
+            async with kit(tmp_path, prefill=0, max_body_bytes=2 << 20) as it:
+                it.decode[0].pause.clear()
+                body = gzip.compress(json.dumps({"prompt": "x" * (1 << 20)}).encode())
+                headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+                first = asyncio.create_task(it.send("POST", "/v1/completions", data=body, headers=headers))
+                await it.decode[0].arrived.wait()
+                second = await it.send("POST", "/v1/completions", data=body, headers=headers)
+                it.decode[0].pause.set()
+                assert (second.status, (await first).status) == (503, 200)
+
+        run(test)
+
+
+def test_every_address_of_a_store_is_tried(tmp_path: Path, store: str) -> None:
+    async def test() -> None:
+        there = endpoint(store)
+        nowhere = endpoint(str(tmp_path / "nobody.sock"))
+        reader = StoreReader(Endpoint(address="two", targets=(*nowhere.targets, *there.targets)))
+        task = asyncio.create_task(reader.run())
+        async with asyncio.timeout(5):
+            await reader.tried.wait()
+        assert reader.problem == ""
+        task.cancel()
+
+    run(test)
