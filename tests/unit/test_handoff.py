@@ -196,12 +196,15 @@ def test_the_wait_ends_with_the_deadline_and_keeps_what_is_there(
     eventually(lambda: prefill.stats().wait().stats["leases"]["open"] == 0)  # type: ignore[union-attr,index]
 
 
-def test_the_wait_ends_when_prefill_withdraws_its_promise(inquiries: Inquiries, prefill: StoreClient) -> None:
+@pytest.mark.parametrize("second", [{}, {"ticket": "another", "promise": "t"}])
+def test_the_wait_ends_when_prefill_withdraws_its_promise(
+    inquiries: Inquiries, prefill: StoreClient, second: dict[str, str]
+) -> None:
     ends = boundaries(PROMPT, END)
     save(prefill, {FULL: ends[:2], STATE: ends[1:2]})
     promised = Half(role=Role.PREFILL, prompt_tokens=len(PROMPT), saved_tokens=END)
     assert not isinstance(prefill.file_receipt("t", promised).wait(), Miss)
-    inquiry = ask(inquiries, handoff(prefill), wait_s=30)
+    inquiry = ask(inquiries, handoff(prefill, **second), wait_s=30)
     time.sleep(0.1)
     assert inquiry.answer is None  # a promise that stands is waited for
     withdrawn = Half(role=Role.PREFILL, prompt_tokens=len(PROMPT), reason=MissReason.ARENA_FULL)
