@@ -194,6 +194,7 @@ class _Run:
         except TransportError as error:
             return msgspec.structs.replace(seen, failure=error.message)
         counted, uncounted = self._counted(told, before, len(probe.tokens))
+        told = self._completed(told) if told is not None else None
         is_same = False
         if told is not None and told.computed_tokens == 1:
             is_same = was_same or (is_alike and probe.is_whole and told.verdict == Verdict.PROVED)
@@ -202,7 +203,7 @@ class _Run:
             seen,
             comparison=compare(probe.reference, answer, allowed),
             is_same_arithmetic=is_same,
-            told=self._completed(told) if told is not None else None,
+            told=told,
             counted=counted,
             uncounted=uncounted,
         )

@@ -169,24 +169,39 @@ def covered(inquiries: Asked, monkeypatch: pytest.MonkeyPatch) -> Scene:
     """A request of which the engine's own cache has nearly all."""
     monkeypatch.setattr("kvtally.vllm.asking.Asking.is_trifle", lambda self, track, tokens: tokens <= CHUNK // 2)
     scene = Scene(inquiries, reads=True)
+    inquiries.walks = False
     scene.arrive("a", 1, 2 * CHUNK - 15, computed=CHUNK + 32)
     return scene
 
 
-def test_of_a_covered_prompt_nobody_is_asked_and_its_end_is_saved_after_its_first_token(
+def walked(scene: Scene) -> None:
+    """The inquiry thread has come to its path."""
+    inquiry = scene.half._tracks["a"].inquiry
+    assert inquiry is not None
+    inquiry.walk()
+
+
+def test_of_a_covered_prompt_nobody_is_asked_and_its_end_is_saved_when_its_path_is_known(
     covered: Scene, inquiries: Asked
 ) -> None:
     assert inquiries.asked == []
     assert covered.step("a", tokens=17) == []
+    walked(covered)
     assert covered.step("a", tokens=1) == [[5, 6, 7]]
     assert covered.step("a", tokens=1) == []
 
 
 def test_a_covered_prompt_that_ends_with_its_first_token_is_saved_all_the_same(covered: Scene) -> None:
     covered.step("a", tokens=17)
+    walked(covered)
     covered.half.finished(covered.asked["a"], [covered.tables["a"]])
     (job,) = covered.metadata({}).late_saves
     assert blocks(job) == [5, 6, 7]
+
+
+def test_where_its_path_is_known_at_once_it_is_saved_with_its_first_token(covered: Scene) -> None:
+    walked(covered)
+    assert covered.step("a", tokens=17) == [[5, 6, 7]]
 
 
 def test_loads_wait_for_a_step_that_touches_blocks_and_for_no_other(scene: Scene) -> None:

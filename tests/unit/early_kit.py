@@ -33,6 +33,11 @@ class Asked(Inquiries):
         super().__init__(connect)
         self.asked: list[Inquiry] = []
         self.wanted: list[Inquiry] = []
+        self.walks = True  # False: as if its thread had not come to it yet
+
+    def walk(self, inquiry: Inquiry) -> None:
+        if self.walks:
+            super().walk(inquiry)
 
     def ask(self, inquiry: Inquiry) -> None:
         self.asked.append(inquiry)

@@ -575,8 +575,9 @@ def test_rounding_is_not_blamed_on_the_cache(deployment: Deployment, run: Comman
         assert not any(seen["is_same_arithmetic"] for seen in json.loads(out)["observations"])
 
 
-def test_where_nothing_is_rounded_a_little_is_too_much(deployment: Deployment, run: Command) -> None:
-    deployment.has |= {"rounding", "slightly off"}
+@pytest.mark.parametrize("more", [set(), {"late"}])
+def test_where_nothing_is_rounded_a_little_is_too_much(deployment: Deployment, run: Command, more: set[str]) -> None:
+    deployment.has |= {"rounding", "slightly off", *more}
     code, out = run()
     assert code == 1
     assert "is off by 0.004, allowed are 0.001" in out
