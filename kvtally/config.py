@@ -207,7 +207,7 @@ class Settings:
             strict=self._switch("router.strict", default=False),
             prefill_from_tokens=self._number("router.prefill_from", default=64, most=1 << 30),
             receipt_wait_ms=self._number("router.receipt_wait", default=1_000, most=60_000),
-            timeout_s=self._number("router.timeout", default=300, most=86_400),
+            timeout_s=self._number("router.timeout", default=300, least=1, most=86_400),
             max_body_bytes=self._body_bytes(),
             tenant_header=self._plain("router.tenant_header"),
             salt_file=self._path("router.salt_file") or _default_salt_file(self._environ),
@@ -389,13 +389,14 @@ class Settings:
             raise _wrong(f"{_told(key, self._given[key])} is not known", f"Write {' or '.join(words)}.")
         return word
 
-    def _number(self, key: str, *, default: int, most: int) -> int:
+    def _number(self, key: str, *, default: int, least: int = 0, most: int) -> int:
         given = self._given.get(key)
         if given is None:
             return default
         text = str(given.raw)
-        if isinstance(given.raw, bool) or not text.isdecimal() or int(text) > most:
-            raise _unusable(f"{_told(key, given)} is not a whole number up to {most}", f"For example {default}.")
+        if isinstance(given.raw, bool) or not text.isdecimal() or not least <= int(text) <= most:
+            what = f"a whole number from {least} to {most}"
+            raise _unusable(f"{_told(key, given)} is not {what}", f"For example {default}.")
         return int(text)
 
     def _switch(self, key: str, *, default: bool) -> bool:
@@ -420,13 +421,7 @@ def _find_file(explicit: str | None, environ: Mapping[str, str]) -> Path | None:
 
 
 def _from_file(path: Path) -> dict[str, Given]:
-    try:
-        tree = yaml.safe_load(_read_text(path, "the configuration file"))
-    except yaml.YAMLError as error:
-        place = " ".join(str(error).split())
-        raise ConfigError(
-            f"{path} is not YAML: {place}", remedy="See examples/store.yaml for the form.", code="KV-105"
-        ) from error
+    tree = read_yaml(path, "See examples/store.yaml for the form.")
     given: dict[str, Given] = {}
     for section, settings in _mapping(tree, str(path)).items():
         if section not in SECTIONS:
@@ -438,6 +433,22 @@ def _from_file(path: Path) -> dict[str, Given]:
             if raw is not None:  # `disk:` with nothing behind it says nothing
                 given[key] = Given(raw, Origin.FILE, str(path), path.parent)
     return given
+
+
+def read_yaml(path: Path, remedy: str) -> object:
+    """What stands in a YAML file: a tree, and an end to it. Raises ConfigError."""
+    text = _read_text(path, "the configuration file")
+    try:
+        loader = yaml.SafeLoader(text)
+        loader.deep_construct = True  # refuses an alias to what it stands in: a tree without end
+        tree: object = loader.get_single_data()
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply", remedy=remedy, code="KV-105") from error
+    # The others are what PyYAML lets through: of a date that does not exist, or of a value that its tag does not fit.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
+        place = " ".join(str(error).split())
+        raise ConfigError(f"{path} is not YAML: {place}", remedy=remedy, code="KV-105") from error
+    return tree
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import yaml
 
-from kvtally.config import load, unknown
+from kvtally.config import Settings, load, read_yaml, unknown
 from kvtally.errors import ConfigError
 from kvtally.settings import SETTINGS
+from kvtally.units import split_address
 
 EXAMPLE = "See examples/pd.yaml for the form."
 MOST_INSTANCES = 64
@@ -105,17 +105,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 
 def read(path: Path, environ: Mapping[str, str]) -> Deployment:
     """The deployment that a file describes. Raises ConfigError."""
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(
-            f"{path} cannot be read: {reason}", remedy="Check its path and its mode.", code="KV-105"
-        ) from error
-    except yaml.YAMLError as error:
-        place = " ".join(str(error).split())
-        raise ConfigError(f"{path} is not YAML: {place}", remedy=EXAMPLE, code="KV-105") from error
-    return parse(tree, path.absolute(), environ)
+    return parse(read_yaml(path, EXAMPLE), path.absolute(), environ)
 
 
 def parse(tree: object, path: Path, environ: Mapping[str, str]) -> Deployment:
@@ -140,7 +130,7 @@ def parse(tree: object, path: Path, environ: Mapping[str, str]) -> Deployment:
         starts_store=not runs_elsewhere,
         socket=settings.socket(),
         store={name: value for name, value in store.items() if name != "socket"},
-        listen=settings.router().listen,
+        listen=_listen(settings),
         router={name: value for name, value in router.items() if name != "listen"},
         connector=document.connector,
         logs=_path(document.logs, path.parent) if document.logs else "",
@@ -238,6 +228,18 @@ def _with_listen(router: Mapping[str, object]) -> dict[str, object]:
     if "listen" in settings:
         raise ConfigError("router.port and router.listen are both given", remedy="Write the port into `listen`.")
     return {**settings, "listen": f"127.0.0.1:{port}"}
+
+
+def _listen(settings: Settings) -> str:
+    """Where the router listens. Port 0, any that is free, would be one that neither `up` nor clients are told."""
+    listen = settings.router().listen
+    if not split_address(listen).port:
+        raise ConfigError(
+            f"router.listen = {listen} leaves the port open: nobody would know where the router is",
+            remedy="Write one: router: {port: 8080}.",
+            code="KV-102",
+        )
+    return listen
 
 
 def _keyed(store: Flags, router: Flags, pools: Mapping[Role, Pool]) -> dict[str, str | bool | None]:

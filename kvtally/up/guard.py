@@ -6,7 +6,8 @@ An engine is a tree of processes, and a tree whose root is killed lives on: an o
 memory, and the next start fails. So the guard is the reaper of the whole tree: when the process ends, the rest of the
 tree is killed; when `up` asks (`STOP`, `KILL`) or is gone (end of file), the process gets SIGTERM, some time, and then
 all are killed. The process itself dies with the guard (PR_SET_PDEATHSIG); `supervise` kills what is then left of the
-process group.
+process group. So signals that end processes are not for the guard: a service manager sends them to all it started, and
+the process, which gets them too, must have its time to end.
 
 Started as a script, isolated and without site packages: it imports the standard library only and is up in 30 ms. It
 tells its process's id as a line on the socket and ends with its exit code, or 128 + the signal that killed it.
@@ -28,12 +29,15 @@ from typing import NoReturn
 STOP, KILL = b"s", b"k"
 WIRE = 0  # the socket to `up`
 RETRY_S = 0.02
+IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 def main(arguments: list[str]) -> int:
     grace_s, command = float(arguments[0]), arguments[1:]
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the tree become ours, not init's
     guard = os.getpid()
     process = os.fork()
@@ -49,11 +53,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _become(command: list[str], guard: int) -> NoReturn:
-    """In the child: turn into the process. Both settings survive exec."""
+    """In the child: turn into the process. All of these settings survive exec."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard:  # it died before we asked to be told
         os._exit(127)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and an ignored signal stays ignored
+    for number in (*IGNORED, signal.SIGPIPE):  # Python ignores the last; an ignored signal would stay ignored
+        signal.signal(number, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), WIRE)
     try:
         os.execvp(command[0], command)

@@ -28,7 +28,7 @@ _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_si
 _KV_SIZES = ("kv_cache_memory_bytes", "gpu_memory_utilization")  # of vLLM; on a CPU they are about RAM
 
 MOST_RESTARTS = 5
-RESTART_WINDOW_S = 600.0
+GOOD_LIFE_S = 15.0  # what was ready for so long works, whatever killed it then: only what cannot live is given up
 LONGEST_PAUSE_S = 30.0
 
 
@@ -84,10 +84,14 @@ def shell_command(process: Process) -> str:
     return " ".join([*settings, shlex.join(process.argv)])
 
 
-def pause_s(deaths_s: Sequence[float], now_s: float) -> float | None:
-    """How long to wait before the next start of a process that died at these times; None: it dies too often."""
-    recent = sum(now_s - death_s <= RESTART_WINDOW_S for death_s in deaths_s)
-    return min(2.0 ** (recent - 1), LONGEST_PAUSE_S) if recent <= MOST_RESTARTS else None
+def pause_s(lives_s: Sequence[float]) -> float | None:
+    """How long to wait before the next start of a process that died each time after so long; None: it dies too often.
+
+    Deaths are counted, not timed: an engine may take minutes to start, only to die at once.
+    """
+    last_good = max((number for number, life_s in enumerate(lives_s) if life_s >= GOOD_LIFE_S), default=0)
+    deaths = len(lives_s) - last_good  # the one that ended a good life is the first
+    return min(2.0 ** (deaths - 1), LONGEST_PAUSE_S) if deaths <= MOST_RESTARTS else None
 
 
 # ---- the processes

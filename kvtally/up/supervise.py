@@ -35,7 +35,6 @@ from kvtally.up.plan import Process, pause_s
 
 GRACE_S = 35.0  # for a process to end by itself: a router lets streams end, for 30 s; a store writes to its disk
 GUARD_START_S = 5.0
-GOOD_LIFE_S = 5.0  # after which a death is the first again
 PROBE_EVERY_S = 0.1
 TAIL_LINES = 20
 TAIL_BYTES = 64 << 10
@@ -140,7 +139,7 @@ class Kept:
         self.state = State.WAITING
         self.child: Child | None = None
         self.begun_s = 0.0
-        self.deaths_s: list[float] = []
+        self.lives_s: list[float] = []  # how long it was ready, each time before it died
         self.restarts = 0
         self.has_been_ready = False
         self.ready_s: float | None = None  # when its present life became ready
@@ -169,7 +168,7 @@ class Supervisor:
         environ: Mapping[str, str] = os.environ,
         grace_s: float = GRACE_S,
         probe: Callable[[str], bool] = answers,
-        pause: Callable[[Sequence[float], float], float | None] = pause_s,
+        pause: Callable[[Sequence[float]], float | None] = pause_s,
     ) -> None:
         self._kept = [Kept(process, logs / f"{process.name}.log") for process in processes]
         self._logs = logs
@@ -223,7 +222,9 @@ class Supervisor:
             if await self._becomes_ready(kept, child):
                 await self._note_ready(kept)
                 await child.ended()
-            elif not kept.has_been_ready:
+            if self._stopping.is_set():  # whoever stops us may have told it, too: that is no death
+                return
+            if not kept.has_been_ready:
                 raise self._failure(kept, f"{kept.process.name} did not start: it {self._how_it_ended(kept, child)}")
             delay_s = self._after_death(kept, child)
             if delay_s is None:
@@ -275,19 +276,16 @@ class Supervisor:
 
     def _after_death(self, kept: Kept, child: Child) -> float | None:
         """How long to wait before the next start. None: no more; raises where its part has nobody left."""
-        now_s = time.monotonic()
-        if kept.ready_s is not None and now_s - kept.ready_s >= GOOD_LIFE_S:
-            kept.deaths_s.clear()  # it works, whatever killed it: only one that cannot live is given up
+        kept.lives_s.append(0.0 if kept.ready_s is None else time.monotonic() - kept.ready_s)
         kept.ready_s = None
-        kept.deaths_s.append(now_s)
         how = self._how_it_ended(kept, child)
-        delay_s = self._pause(kept.deaths_s, now_s)
+        delay_s = self._pause(kept.lives_s)
         if delay_s is not None:
             kept.state = State.PAUSING
             self._tell(f"{kept.process.name}: {how}; starts again in {delay_s:g} s, log {kept.log}")
             return delay_s
         kept.state = State.FAILED
-        what = f"{kept.process.name} died {len(kept.deaths_s)} times and is given up; the last time it {how}"
+        what = f"{kept.process.name} died {len(kept.lives_s)} times and is given up; the last time it {how}"
         failure = self._failure(kept, what)
         if all(other.state is State.FAILED for other in self._kept if other.process.part is kept.process.part):
             raise failure

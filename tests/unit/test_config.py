@@ -175,7 +175,14 @@ class TestRefusals:
         assert "tls_key" in refusal(None, TLS_CERT="cert.pem").message
         assert "missing.pem" in refusal(None, TLS_CERT="missing.pem", TLS_KEY="cert.pem").message
 
-    @pytest.mark.parametrize("text", ["store: [1", "store: [memory]", "just words", "- store", "store: {memory: 1GiB"])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            *("store: [1", "store: [memory]", "just words", "- store", "store: {memory: 1GiB"),
+            *("store: {memory: 2024-13-45}", "store: {verify_reads: !!bool maybe}", "store: {disk: !!timestamp soon}"),
+            *("store: {memory: &a [*a]}", "[" * 1000 + "]" * 1000),
+        ],
+    )
     def test_a_file_of_another_form(self, text: str) -> None:
         error = refusal(text)
         assert error.code == "KV-105"
@@ -188,6 +195,12 @@ class TestRefusals:
             with pytest.raises(ConfigError) as caught:
                 load(file=name, environ={})
             assert caught.value.code == "KV-105"
+
+    def test_a_router_that_would_wait_for_nothing(self) -> None:
+        assert settings(flags={"router.timeout": "1"}).router().timeout_s == 1
+        with pytest.raises(ConfigError) as caught:
+            settings(flags={"router.timeout": "0"}).router()
+        assert (caught.value.code, "--timeout" in caught.value.message) == ("KV-102", True)
 
     def test_text_where_a_number_was_written(self) -> None:
         assert refusal("store: {token: 12345678901234567890}").code == "KV-100"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,10 +14,14 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from kvtally.bench import route as bench
-from tests.unit.router_kit import SOON_S
+from kvtally.machine import free_ports
+from kvtally.router.app import SAME_SIGNAL_S
+from tests.unit.fake_vllm import FakeVLLM
+from tests.unit.router_kit import PATH, SOON_S, run
 
 ROUTE = [sys.executable, "-m", "kvtally", "route"]
 
@@ -61,6 +66,42 @@ def test_it_starts_before_its_engines_and_stops_when_told(tmp_path: Path) -> Non
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_second_signal_cuts_streams_and_ends_well(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with FakeVLLM() as engine, aiohttp.ClientSession() as session:
+            engine.pauses_after = 1
+            engine.pause.clear()  # the stream has no end
+            (port,) = free_ports(1)
+            flags = ["--decode", engine.url, "--listen", f"127.0.0.1:{port}", "--salt-file", str(tmp_path / "salt")]
+            process = await asyncio.create_subprocess_exec(
+                *ROUTE, *flags, "--socket", str(tmp_path / "none"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            try:
+                assert process.stderr is not None
+                while b"is ready" not in await process.stderr.readline():
+                    assert process.returncode is None
+                body = {"prompt": "x", "stream": True}
+                async with session.post(f"http://127.0.0.1:{port}{PATH}", json=body) as response:
+                    assert await response.content.readany()
+                    process.terminate()
+                    assert b"stopping" in await process.stderr.readline()
+                    process.terminate()  # by somebody else who tells all to end
+                    await asyncio.sleep(SAME_SIGNAL_S + 0.1)
+                    assert process.returncode is None
+                    process.terminate()
+                    out, err = await asyncio.wait_for(process.communicate(), SOON_S)
+                    with pytest.raises(aiohttp.ClientError):
+                        await response.read()
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+            assert (process.returncode, err) == (0, b"")
+            assert [json.loads(line)["status"] for line in out.splitlines()] == [499]
+
+    run(story)
 
 
 def health(port: int) -> int:

@@ -22,9 +22,9 @@ from kvtally.machine import free_ports
 from kvtally.up.file import Deployment, Role, parse, read
 from kvtally.up.machine import answers, check, this_host
 from kvtally.up.plan import (
+    GOOD_LIFE_S,
     LONGEST_PAUSE_S,
     MOST_RESTARTS,
-    RESTART_WINDOW_S,
     Host,
     Process,
     pause_s,
@@ -108,10 +108,15 @@ def test_what_the_example_leaves_out_may_be_said() -> None:
         ({"router": {"decode": "http://x:1"}}, "router.decode is not for this file", "engines of this file"),
         ({"router": {"listen": "nowhere"}}, "router.listen = nowhere .* is not an address", "host:port"),
         ({"router": {"port": 1, "listen": "127.0.0.1:1"}}, "router.port and router.listen", "listen"),
+        ({"router": {"port": 0}}, "router.listen = 127.0.0.1:0 leaves the port open", "router: {port: 8080}"),
+        ({"router": {"listen": "0.0.0.0:0"}}, "router.listen = 0.0.0.0:0 leaves the port open", "port: 8080"),
+        ({"router": {"timeout": 0}}, "router.timeout = 0 .* is not a whole number from 1", "300"),
         ({"prefill": -1}, "prefill in /here/up.yaml is wrong", "examples/pd.yaml"),
         ({"prefill": 65}, "prefill in /here/up.yaml is wrong", "examples/pd.yaml"),
         ({"prefill": True}, "prefill in /here/up.yaml is wrong", "examples/pd.yaml"),
         ({"decode": {"port": 70_000}}, "decode.port in /here/up.yaml is wrong", "examples/pd.yaml"),
+        ({"decode": {"port": 0}}, "decode.port in /here/up.yaml is wrong", "examples/pd.yaml"),
+        ({"prefill": {"port": 0}}, "prefill.port in /here/up.yaml is wrong", "examples/pd.yaml"),
         ({"args": [1]}, "args in /here/up.yaml is wrong: expected `object`", "examples/pd.yaml"),
         ({"model": None}, "names no model", "model: DIRECTORY"),
         ({"prefill": 0}, "decode engines and for no prefill engine", "plain: 1"),
@@ -131,7 +136,15 @@ def test_what_is_wrong_is_said(wrong: dict[str, object], message: str, remedy: s
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"a: [", "is not YAML"), (b"\xff", "it is not UTF-8"), (b"- 1", "no `name: value` lines"), (b"", "no `name")],
+    [
+        (b"a: [", "is not YAML"),
+        (b"\xff", "it is not UTF-8"),
+        (b"- 1", "no `name: value` lines"),
+        (b"", "no `name"),
+        (b"model: 2024-13-45", "is not YAML: month must be in 1..12"),
+        (b"model: m\nplain: 1\nargs: &a {more: *a}", "is not YAML: .*recursive.* line 3"),
+        (b"model: m\nplain: 1\nargs: " + b"{a: " * 1000 + b"}" * 1000, "is nested too deeply"),
+    ],
 )
 def test_a_file_that_is_none(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "up.yaml").write_bytes(content)
@@ -275,10 +288,18 @@ def test_ports_that_cannot_be(more: dict[str, object], message: str) -> None:
 
 
 def test_restarts_get_slower_and_end() -> None:
-    pauses = [pause_s([0.0] * deaths, 1.0) for deaths in range(1, MOST_RESTARTS + 2)]
+    pauses = [pause_s([8.0] * deaths) for deaths in range(1, MOST_RESTARTS + 2)]
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, None]
     assert max(pause or 0.0 for pause in pauses) <= LONGEST_PAUSE_S
-    assert pause_s([0.0] * 100 + [RESTART_WINDOW_S + 1], RESTART_WINDOW_S + 1) == 1.0  # the others are long ago
+
+
+def test_who_has_lived_long_is_forgiven() -> None:
+    before = [0.0] * MOST_RESTARTS
+    assert pause_s([*before, GOOD_LIFE_S]) == 1.0
+    assert pause_s([*before, GOOD_LIFE_S, 0.0]) == 2.0
+    assert pause_s([GOOD_LIFE_S, *before]) is None  # but not for ever
+    assert pause_s([GOOD_LIFE_S] * 100) == 1.0
+    assert pause_s([*before, GOOD_LIFE_S - 1]) is None
 
 
 def test_a_printed_command_is_one_a_shell_understands() -> None:

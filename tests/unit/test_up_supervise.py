@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import msgspec
 import pytest
 
 from kvtally.errors import ConfigError, TransportError
+from kvtally.up import guard
 from kvtally.up.plan import Part, Process
 from kvtally.up.supervise import Row, State, Supervisor, bound_log, tail
 
@@ -27,12 +28,18 @@ DEADLINE_S = 20.0
 ROOT = Path(__file__).parents[2]
 
 # A server that is healthy once the file GATE exists. It notes its own process id and those of two children: one in its
-# process group, one that has left it, as daemons do. `stubborn` ignores SIGTERM.
+# process group, one that has left it, as daemons do. `stubborn` ignores SIGTERM, `orderly` takes a while to end well.
 SERVER = """
 import os, signal, socket, subprocess, sys, time
 port, pids, gate, mode = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def end_well(*_):
+    time.sleep(0.3)
+    print("ended well", flush=True)
+    os._exit(0)
+if mode == "orderly":
+    signal.signal(signal.SIGTERM, end_well)
 print("hello from", mode, flush=True)
 if mode == "broken" or (mode == "once" and os.path.exists(pids)):
     print("boom \\x1b[31m it is broken", flush=True)
@@ -99,7 +106,7 @@ class Yard:
             self.logs,
             tell=self.told.append,
             grace_s=grace_s,
-            pause=lambda deaths, now: 0.0 if len(deaths) <= most else None,
+            pause=lambda lives: 0.0 if len(lives) <= most else None,
         )
 
 
@@ -124,6 +131,16 @@ def lives(pid: int) -> bool:
 def status(pid: int) -> list[bytes]:
     """State, parent, ..."""
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+
+
+def ignores(pid: int, number: int) -> bool:
+    mask = re.search(r"^SigIgn:\s(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert mask is not None
+    return bool(int(mask[1], 16) >> (number - 1) & 1)
+
+
+def is_reaped(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
@@ -225,6 +242,73 @@ def test_a_killed_guard_takes_its_process_along(yard: Yard) -> None:
         os.kill(apart, signal.SIGKILL)  # who left the group is nobody's, if the guard is killed
 
     play(supervisor, story)
+
+
+def test_a_signal_to_all_leaves_the_process_its_time_to_end(yard: Yard) -> None:
+    """As systemd stops a service: every process of it is signalled, guards too."""
+    supervisor = yard.supervisor(yard.server("engine", mode="orderly"))
+
+    async def story() -> None:
+        await supervisor.ready.wait()
+        process = yard.pids("engine")[0][0]
+        for number in guard.IGNORED:
+            os.kill(int(status(process)[1]), number)
+        os.kill(process, signal.SIGTERM)
+
+    play(supervisor, story)
+    assert (yard.logs / "engine.log").read_text().splitlines() == ["hello from orderly", "ended well"]
+    assert row(supervisor, "engine").restarts == 0
+
+
+def test_what_a_guard_ignores_its_process_does_not(yard: Yard) -> None:
+    supervisor = yard.supervisor(yard.server("engine"))
+
+    async def story() -> None:
+        await supervisor.ready.wait()
+        process = yard.pids("engine")[0][0]
+        both = (int(status(process)[1]), process)
+        assert [[ignores(pid, number) for number in guard.IGNORED] for pid in both] == [[True] * 3, [False] * 3]
+
+    play(supervisor, story)
+
+
+def test_who_ends_while_all_is_stopped_has_not_died(yard: Yard) -> None:
+    """Whoever stopped us told the process, too. It may end before we have come to it."""
+    supervisor = yard.supervisor(yard.server("engine"), most=0)  # a death would be an error
+
+    async def story() -> None:
+        await supervisor.ready.wait()
+        process = yard.pids("engine")[0][0]
+        its_guard = int(status(process)[1])
+        os.kill(process, signal.SIGTERM)
+        while not is_reaped(its_guard):  # noqa: ASYNC110 - then we are between its end and what is made of it
+            await asyncio.sleep(0)
+        supervisor.stop()
+
+    play(supervisor, story)
+    assert [line.split(",")[0] for line in yard.told[2:]] == ["stopping", "engine: stopped"]
+
+
+def test_a_life_is_counted_from_when_it_was_ready(yard: Yard) -> None:
+    seen: list[list[float]] = []
+
+    def pause(lives_s: Sequence[float]) -> float | None:
+        seen.append([*lives_s])
+        return 0.0 if len(lives_s) < 2 else None
+
+    process = yard.server("engine", mode="once")
+    supervisor = Supervisor([process, yard.server("other")], yard.logs, tell=yard.told.append, grace_s=5, pause=pause)
+
+    async def story() -> None:
+        await supervisor.ready.wait()
+        await asyncio.sleep(0.2)
+        os.kill(row(supervisor, "engine").pid, signal.SIGKILL)
+        await until(lambda: row(supervisor, "engine").state is State.FAILED)
+
+    play(supervisor, story)
+    assert len(seen) == 2
+    assert seen[0][0] >= 0.2
+    assert seen[1] == [seen[0][0], 0.0]  # the second time it was not ready at all
 
 
 def test_a_process_that_dies_too_often_ends_it_all_with_its_log(yard: Yard) -> None:
