@@ -14,9 +14,10 @@ STAMP := $(VENV)/.stamp-$(KEY)
 ENGINE_STAMP := $(VENV)/.stamp-engine-$(KEY)
 
 PYTEST := $(BIN)/python -m pytest -q
+LONG := $(PYTEST) -o faulthandler_timeout=900 --durations=12
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check .unit .rest test conformance demo bench clean key
+.PHONY: help setup check .unit .rest test .slow .engine conformance demo bench clean key
 
 help: ## print this
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -48,12 +49,19 @@ check: $(STAMP) ## lint, format, types and fast tests; under 2 minutes
 	$(BIN)/python -m mypy
 	$(PYTEST) -m "not slow and not engine" --ignore=tests/unit
 
-test: check setup ## check, then the slow tests, then those in real vLLM engines
-	$(PYTEST) -m "slow and not engine" -o faulthandler_timeout=900
-	$(PYTEST) -m engine -o faulthandler_timeout=900
+test: check setup ## check, then the slow tests and those in real vLLM engines
+	+$(MAKE) --no-print-directory --jobs=2 --output-sync=line .slow .engine
+
+# The two halves of `test` after `check`. An engine leaves a third of two processors idle; the slow tests are over before
+# the engine tests come to what is killed and must be back in time.
+.slow:
+	$(LONG) -m "slow and not engine"
+
+.engine:
+	$(LONG) -m engine
 
 conformance: setup ## only the harness that judges a connector: every arm, four models; its reports are printed
-	$(PYTEST) -m engine -s -o faulthandler_timeout=900 tests/engine/test_conformance.py
+	$(LONG) -m engine -s tests/engine/test_conformance.py
 
 demo: setup ## see it work: prefill and decode in two real vLLM servers, and what each receipt proves
 	$(BIN)/kvtally demo

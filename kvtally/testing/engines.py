@@ -1,7 +1,7 @@
 """Real vLLM engines for tests: each in a process of its own, told what to do line by line, ended whatever happens.
 
-    test ──commands, one JSON line each──▶ stdin   ┌ runner: python -m kvtally.testing.runner ┐
-         ◀──replies──────────────────────  stdout  └ vllm.LLM, its connector, its log file     ┘
+    test ──commands, one JSON line each──▶ stdin   ┌ runner, forked by the nursery       ┐
+         ◀──replies──────────────────────  stdout  └ vllm.LLM, its connector, its log file┘
 
 `Engine` is `vllm.LLM`, with scheduler and worker in the runner's own process or in processes of theirs. `Server` is
 vLLM's OpenAI server behind the same methods. Both give tokens, their logprobs and vLLM's own count of cached tokens.
@@ -16,9 +16,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -29,10 +26,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-import kvtally
 from kvtally.core.namespace import GroupKind
 from kvtally.errors import TransportError
 from kvtally.machine import free_ports
+from kvtally.testing.nursery import nursery, python_path
 
 START_S = 300.0
 CALL_S = 240.0
@@ -218,9 +215,9 @@ class Server:
     ) -> None:
         [self.port] = free_ports(1)
         flags = {"host": "127.0.0.1", "port": self.port, "served_model_name": "tiny", **arguments}
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_flags(flags)]
+        command = ["server", *_flags(flags)]
         command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--return-tokens-as-token-ids"]
-        self._group = ProcessGroup(["guard", *command], log, environment or {})
+        self._group = ProcessGroup(command, log, environment or {})
 
     def __enter__(self) -> Server:
         self.wait_ready()
@@ -316,19 +313,10 @@ class ProcessGroup:
         self, arguments: Sequence[str], log: Path, environment: Mapping[str, str], *, grace_s: float = GRACE_S
     ) -> None:
         self._log = log
-        package = str(Path(kvtally.__file__).parents[1])
-        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        role, *others = arguments
+        surroundings = {**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(), **environment}
         with log.open("ab") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvtally.testing.runner", str(grace_s), *arguments],
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **environment},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                bufsize=0,
-                start_new_session=True,
-            )
-        assert self._process.stdin is not None and self._process.stdout is not None
+            self._process = nursery().start([role, str(grace_s), *others], surroundings, file)
         self.stdin, self.stdout = self._process.stdin, self._process.stdout
 
     @property
@@ -337,22 +325,16 @@ class ProcessGroup:
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return not self._process.has_ended()
 
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError):
             self.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_S)
+        self._process.has_ended(STOP_S)
         self.kill()
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or only zombies
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(STOP_S)
-        with contextlib.suppress(BrokenPipeError):
-            self.stdin.close()
-        self.stdout.close()
+        self._process.kill()
 
     def broken(self, what: str) -> TransportError:
         last = "\n".join(self._log.read_text(errors="replace").strip().splitlines()[-15:])

@@ -1,8 +1,8 @@
-"""The process in which a test's engine lives: `python -m kvtally.testing.runner GRACE_S (engine | guard COMMAND...)`.
+"""The process in which a test's engine lives, forked by `testing.nursery`.
 
-`engine` builds `vllm.LLM` and answers commands from stdin; `guard` only keeps another command and ends it in time.
-Messages and the other end of the pipes are `testing.engines`'. This is the one module outside `kvtally.vllm` that
-imports vllm.
+`engine` builds `vllm.LLM` and answers commands from stdin; `server` is vLLM's OpenAI server with the flags that follow;
+`guard` only keeps another command and ends it in time. Messages and the other end of the pipes are `testing.engines`'.
+This is the one module outside `kvtally.vllm` that imports vllm.
 
 The sabotage that negative controls need is done here, in the engine's memory after a connector has loaded a block: so
 it works on any connector, and no checksum of the connector's own can notice. Threading: the engine runs in the main
@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import os
 import queue
+import runpy
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -37,14 +40,17 @@ from kvtally.testing.engines import (
     sums,
 )
 
+SERVER = "vllm.entrypoints.openai.api_server"
 SETTLE_S = 10.0
 NULL_BLOCK = 0
 
 
 def main(arguments: list[str]) -> int:
-    grace_s, role, *command = arguments
+    role, grace_s, *command = arguments
     if role == "guard":
         return _guard(command, float(grace_s))
+    if role == "server":
+        return _serve(command, float(grace_s))
     wire = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # vLLM logs to stdout, which is ours
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -78,6 +84,18 @@ def _guard(command: list[str], grace_s: float) -> int:
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
     threading.Thread(target=_watch, args=(grace_s, lambda line: child.terminate()), daemon=True).start()
     return child.wait()
+
+
+def _serve(flags: list[str], grace_s: float) -> int:
+    """What `python -m` of the same module does."""
+    os.dup2(2, 1)
+    stop = partial(os.kill, os.getpid(), signal.SIGTERM)
+    threading.Thread(target=_watch, args=(grace_s, lambda line: stop()), daemon=True).start()
+    sys.argv = [SERVER, *flags]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # that the nursery has imported it
+        runpy.run_module(SERVER, run_name="__main__")
+    return 0
 
 
 class Runner:
@@ -282,7 +300,3 @@ def _kind(group: Any) -> GroupKind:
     if isinstance(spec, MambaSpec):
         return GroupKind.RECURRENT
     return GroupKind.SLIDING if isinstance(spec, SlidingWindowSpec) else GroupKind.FULL
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

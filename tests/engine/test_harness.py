@@ -113,7 +113,7 @@ def test_counters_are_summed_over_engines_and_kept_apart_by_other_labels() -> No
 STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", "MARK"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
 print("ready", file=sys.stderr, flush=True)
 time.sleep(1000)
 """
@@ -128,10 +128,11 @@ time.sleep(1000)
 
 
 def processes(mark: str) -> list[int]:
+    """Those that were started with this in their environment."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for path in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if mark in path.read_text():
+            if mark.encode() in path.read_bytes():
                 found.append(int(path.parent.name))
         except OSError:
             continue  # it ended while we looked
@@ -148,11 +149,10 @@ def wait_for(count: int, mark: str) -> None:
 def test_no_engine_outlives_its_test(tmp_path: Path) -> None:
     """Not even if the test's process is killed and the engine does not listen."""
     mark = f"mark-{tmp_path}"
-    source = STUBBORN.replace("MARK", mark)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, source, str(tmp_path / "log")], env=environment)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "KVTALLY_TEST_MARK": mark}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, STUBBORN, str(tmp_path / "log")], env=environment)
     try:
-        wait_for(4, mark)  # the parent, the runner, the stubborn one and its child
+        wait_for(5, mark)  # the parent, the nursery, the runner, the stubborn one and its child
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait(DEADLINE_S)

@@ -1,0 +1,179 @@
+"""Where runners are born: a process that has imported vLLM forks them, so that none has to import it again.
+
+    test ──Order, with stdin, stdout and log──▶ nursery ──fork──▶ runner
+         ◀──pid, and a descriptor that tells its end──┘
+
+Importing vLLM takes ten seconds of a processor, as long as all that an engine does before it is ready. The nursery
+imports it when the first engine is ordered, and nothing of vLLM runs in it: a runner finds what it would have found
+after its own import. What an environment variable decides while modules are imported is decided by the first order.
+
+One nursery for each process that tests; it ends with that process, and its runners by themselves (`runner`). It has one
+thread, as forking demands. Neighbours: `engines` (left: orders), `runner` (right: what is forked).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+import kvtally
+from kvtally.errors import TransportError
+
+START_S = 120.0
+END_S = 30.0
+ORDER_BYTES = 1 << 17
+# What a runner imports sooner or later, by its role.
+IMPORTS = {
+    "engine": ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "kvtally.vllm.connector"),
+    "server": ("vllm.entrypoints.openai.api_server", "vllm.v1.worker.cpu_worker", "kvtally.vllm.connector"),
+}
+
+
+class Order(msgspec.Struct, frozen=True, array_like=True):
+    """A runner's arguments, role first, and the surroundings of the process that wants it."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+    directory: str
+
+
+class Forked:
+    """A runner that leads a process group. It is no child of this process, but its end can be waited for."""
+
+    def __init__(self, pid: int, end: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+        self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self._end = end
+
+    def has_ended(self, timeout_s: float = 0.0) -> bool:
+        """Whether it has, by then."""
+        if self._end < 0:
+            return True
+        poller = select.poll()
+        poller.register(self._end, select.POLLIN)
+        return bool(poller.poll(timeout_s * 1e3))
+
+    def kill(self) -> None:
+        """Whoever is left of its group. Once: afterwards the number may be somebody else's."""
+        if self._end < 0:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or only zombies
+            os.killpg(self.pid, signal.SIGKILL)
+        self.has_ended(END_S)
+        os.close(self._end)
+        self._end = -1
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        self.stdout.close()
+
+
+class Nursery:
+    """This process's nursery. `start` returns when the runner is there, which for the first of vLLM's takes a while."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._orders.settimeout(START_S)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __spec__.name, str(theirs.fileno())],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        atexit.register(self.close)
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Forked:
+        order = msgspec.json.encode(Order(list(arguments), dict(environment), os.getcwd()))
+        stdin, ours_in = os.pipe()
+        ours_out, stdout = os.pipe()
+        try:
+            socket.send_fds(self._orders, [order], [stdin, stdout, log.fileno()])
+            pid, ends, _, _ = socket.recv_fds(self._orders, 32, 1)
+        except OSError as error:
+            raise _broken(str(error)) from error
+        finally:
+            os.close(stdin)
+            os.close(stdout)
+        if not ends:
+            raise _broken("it has ended")
+        return Forked(int(pid), ends[0], os.fdopen(ours_in, "wb", buffering=0), os.fdopen(ours_out, "rb", buffering=0))
+
+    def close(self) -> None:
+        self._orders.close()
+        self._process.wait(START_S)
+
+
+def _broken(why: str) -> TransportError:
+    return TransportError(f"no engine can be started: {why}", remedy="See whether `import vllm` works.")
+
+
+@cache
+def nursery() -> Nursery:
+    return Nursery({**os.environ, "PYTHONPATH": python_path()})
+
+
+def python_path() -> str:
+    """With this package in front, wherever it was imported from."""
+    package = str(Path(kvtally.__file__).parents[1])
+    return os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+# ---- the process
+
+
+def main(arguments: list[str]) -> int:
+    orders = socket.socket(fileno=int(arguments[0]))
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(orders, ORDER_BYTES, 3)
+        if not data:
+            return 0
+        order = msgspec.json.decode(data, type=Order)
+        os.environ.clear()
+        os.environ.update(order.environment)
+        for name in IMPORTS.get(order.arguments[0], ()):
+            with contextlib.suppress(ImportError):  # the runner says it
+                import_module(name)
+        pid = os.fork()
+        if not pid:
+            orders.close()
+            _become(order, descriptors)
+            from kvtally.testing import runner
+
+            return runner.main(order.arguments)
+        end = os.pidfd_open(pid)
+        socket.send_fds(orders, [b"%d" % pid], [end])
+        for descriptor in (end, *descriptors):
+            os.close(descriptor)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # those that have ended since the last order
+                pass
+
+
+def _become(order: Order, descriptors: Sequence[int]) -> None:
+    """A process like any other that was started with these."""
+    os.setsid()
+    for standard, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    os.chdir(order.directory)
+    paths = order.environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
