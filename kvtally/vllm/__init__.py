@@ -9,7 +9,7 @@
     tally.py       what is counted; stats.py hands it to vLLM's log and Prometheus
     events.py      KV events for what was saved
     retention.py   where vLLM keeps recurrent states, and what to say about it
-    identity.py    which weights are these?
+    identity.py    which weights are these, used how? Of the model, and of adapters
     compat.py      which vLLM is this?
 
 vLLM finds it by the entry point `vllm.general_plugins`, so that a user writes nothing but

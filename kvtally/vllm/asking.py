@@ -50,9 +50,10 @@ class Question:
     request: Request
     path: Path
     handoff: Handoff | None = None
-    is_opaque: bool = False  # its tokens do not say what its KV is (prompt embeddings): neither read nor saved
+    is_opaque: bool = False  # its name does not say what its KV is (prompt embeddings, ...): neither read nor saved
     inquiry: Inquiry | None = None
     answer: Answer | None = None
+    is_left: bool = False  # that answer is none: the request was left to the engine's own cache
     came_ns: int = 0  # when the scheduler first came to the request
     is_started: bool = False  # was scheduled to be computed
     wait_s: float = 0.0
@@ -72,8 +73,8 @@ class Question:
 
 
 class Asking:
-    """`reads`: whether this engine reads at all. `may_leave`: whether it may go without an answer (`leave`). The tally
-    is the scheduler half's."""
+    """`reads`: whether this engine reads at all. `may_leave`: whether it may go without an answer (`leave`).
+    `steps_in_flight`: how many vLLM launches before the first of them is done. The tally is the scheduler half's."""
 
     def __init__(
         self,
@@ -82,6 +83,7 @@ class Asking:
         *,
         full_groups: tuple[int, ...],
         wait_ms: int,
+        steps_in_flight: int = 2,
         reads: bool = True,
         prefetch: bool = True,
         always_load: bool = False,
@@ -100,7 +102,9 @@ class Asking:
         self._running = 0  # those that have
         self._has_waited = False  # in this step
         self._rate = Rate()
-        self._steps: deque[tuple[int, int]] = deque(maxlen=4)  # launched and not done: when, and how many tokens
+        # Launched and not done: when, and how many tokens. No more than can be: if vLLM keeps the end of a step to
+        # itself, that one falls out, and the next ends are not taken for those of the steps before.
+        self._steps: deque[tuple[int, int]] = deque(maxlen=steps_in_flight)
         self._step_ended_ns = 0
 
     # ---- a request
@@ -153,7 +157,7 @@ class Asking:
 
     def again(self, question: Question) -> None:
         """It was preempted: another life, another question."""
-        question.answer, question.inquiry, question.came_ns = None, None, 0
+        question.answer, question.inquiry, question.is_left, question.came_ns = None, None, False, 0
 
     def ended(self, question: Question) -> None:
         """It is over; an answer that nobody took, or that is yet to come, is given back."""
@@ -179,11 +183,23 @@ class Asking:
         if question.answer is not None or (question.inquiry is not None and question.inquiry.answer is not None):
             return False
         self._cancel(question)
-        question.answer = Answer(0, [], None, "", 0.0)
+        question.answer, question.is_left = Answer(0, [], None, "", 0.0), True
         if question.inquiry is None and is_saved and not question.is_opaque:
             question.inquiry = self._inquiry(question)
             self._inquiries.walk(question.inquiry)
         return True
+
+    def come_back(self, question: Question) -> bool:
+        """What was left is not covered any more: its blocks were evicted while it waited for room. Whether it is asked
+        about now. (Its path may still be walked for that other answer; the inquiry thread does one after the other.)"""
+        if not question.is_left or self._is_refused(question):
+            return False
+        self.again(question)
+        return True
+
+    def _is_refused(self, question: Question) -> bool:
+        """Whether nobody may be asked about it."""
+        return question.is_opaque or question.request.skip_reading_prefix_cache or not self._reads
 
     def _cancel(self, question: Question) -> None:
         self._unseen.pop(question, None)
@@ -196,8 +212,7 @@ class Asking:
 
     def _ask(self, question: Question, *, is_early: bool = False) -> None:
         self._unseen.pop(question, None)
-        request = question.request
-        if question.is_opaque or request.skip_reading_prefix_cache or not self._reads:
+        if self._is_refused(question):
             question.answer = Answer(0, [], None, MissReason.REFUSED, 0.0)
             question.reason = MissReason.REFUSED
             self._tally.count(MISSES, MissReason.REFUSED)
@@ -264,8 +279,7 @@ class Asking:
         self._has_waited = False
         now_ns = time.monotonic_ns()
         self._ask_unseen(now_ns)
-        if tokens:
-            self._steps.append((now_ns, tokens))
+        self._steps.append((now_ns, tokens))  # also of no tokens: that one ends, too
 
     def step_done(self) -> None:
         """Steps may overlap: one lasts from its launch, or the end of the one before, to its own end."""

@@ -143,6 +143,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
             self._inquiries,
             world_size=world,
             wait_ms=settings.wait_ms,
+            steps_in_flight=config.max_concurrent_batches,
             reads=transfer.is_kv_consumer,
             saves=transfer.is_kv_producer,
             prefetch=settings.prefetch,

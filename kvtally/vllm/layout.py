@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvtally.core.geometry import GroupLayout, LayerView
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace, chunk_tokens
 from kvtally.errors import IncompatibleError
+from kvtally.vllm.identity import is_length_decisive, override_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -80,10 +81,22 @@ def engine_layout(config: VllmConfig, cache: KVCacheConfig, *, model: str) -> En
         layout=cache.kv_cache_layout or "",
         backend=_backend(config),
         quantisation=str(config.model_config.quantization or ""),
-        detail={"model_dtype": str(config.model_config.dtype), "cache_dtype": str(config.cache_config.cache_dtype)},
+        detail=_model_detail(config),
     )
     names = tuple(tuple(cache.kv_cache_groups[group_id].layer_names) for group_id in group_ids)
     return EngineLayout(namespace, group_ids, names, _scheduler_block_tokens(groups))
+
+
+def _model_detail(config: VllmConfig) -> dict[str, str]:
+    """How the model's weights are used, as far as neither they nor the shapes say it."""
+    model = config.model_config
+    detail = {"model_dtype": str(model.dtype), "cache_dtype": str(config.cache_config.cache_dtype)}
+    if overrides := override_digest(model.hf_overrides, model.hf_config_path):
+        detail["overrides"] = overrides
+    if is_length_decisive(model.hf_config.to_dict()):
+        # "auto" is what fits into memory, known after the model was made: for the longest its configuration allows.
+        detail["max_model_len"] = "auto" if model.original_max_model_len == -1 else str(model.max_model_len)
+    return detail
 
 
 def _scheduler_block_tokens(groups: tuple[GroupSpec, ...]) -> int:

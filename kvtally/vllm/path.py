@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvtally.core.keys import ROOT_CHAIN, chain_value, chunk_extra, token_bytes
 
 if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
 
@@ -25,32 +26,28 @@ class Boundary(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """What decides KV beside the tokens. `items`: position, length and hash of each multimodal item."""
+    """What decides KV beside the tokens. `features`: the request's own list of multimodal items, which a streaming
+    input makes longer with every part of it."""
 
     lora: str = ""
     salt: str = ""
-    items: tuple[tuple[int, int, bytes], ...] = ()
+    features: Sequence[MultiModalFeatureSpec] = ()
 
     def between(self, start: int, end: int) -> bytes:
         """The canonical extra of the tokens `[start, end)`."""
-        if not (self.lora or self.salt or self.items):
+        if not (self.lora or self.salt or self.features):
             return b""
-        inside = [
-            (position - start, digest)
-            for position, length, digest in self.items
-            if position < end and start < position + length
-        ]
-        shifted = [(offset & 0xFFFFFFFF, digest) for offset, digest in inside]
-        return chunk_extra(lora=self.lora, items=shifted, salt=self.salt if start == 0 else "")
+        items = []
+        for feature in self.features:
+            position, length = feature.mm_position.offset, feature.mm_position.length
+            if position < end and start < position + length:
+                items.append(((position - start) & 0xFFFFFFFF, str(feature.identifier).encode()))
+        return chunk_extra(lora=self.lora, items=items, salt=self.salt if start == 0 else "")
 
 
-def extras_of(request: Request) -> Extras:
-    lora = f"{request.lora_request.lora_name}\0{request.lora_request.lora_path}" if request.lora_request else ""
-    items = tuple(
-        (feature.mm_position.offset, feature.mm_position.length, str(feature.identifier).encode())
-        for feature in request.mm_features
-    )
-    return Extras(lora, request.cache_salt or "", items)
+def extras_of(request: Request, lora: str) -> Extras:
+    """`lora` is the adapter's identity."""
+    return Extras(lora, request.cache_salt or "", request.mm_features)
 
 
 class Path:

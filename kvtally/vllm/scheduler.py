@@ -26,6 +26,7 @@ from kvtally.core.receipts import Half, Role
 from kvtally.vllm.asking import Asking, Question
 from kvtally.vllm.events import SaveEvents
 from kvtally.vllm.handoff import Handoff, handoff_of, shorten_for_prefill
+from kvtally.vllm.identity import Adapters
 from kvtally.vllm.inquiry import Answer, Inquiries
 from kvtally.vllm.layout import EngineLayout
 from kvtally.vllm.meta import LoadJob, LoadReport, Metadata, SaveItem, SaveJob, WorkerReport
@@ -51,6 +52,7 @@ class Track(Question):
     """One request on its way through the engine."""
 
     prompt_tokens: int = 0  # of the request as it came: a prefill for somebody else computes one less
+    may_save: bool = False  # whether its KV is what its name says, for others to reuse
     has_failed: bool = False  # a load failed: never promise this request anything again
     load: LoadJob | None = None
     is_loading: bool = False
@@ -88,6 +90,7 @@ class SchedulerHalf:
         *,
         world_size: int,
         wait_ms: int,
+        steps_in_flight: int = 2,
         reads: bool = True,
         saves: bool = True,
         prefetch: bool = True,
@@ -109,10 +112,14 @@ class SchedulerHalf:
         self._reports: dict[str, LoadReport] = {}  # of loads that some ranks have finished
         self._late_saves: list[SaveJob] = []  # of finished requests, for the next step
         self._last_job = 0
-        self._has_states = any(spec.kind is GroupKind.RECURRENT for spec in layout.groups)
+        kinds = {spec.kind for spec in layout.groups}
+        self._has_states = GroupKind.RECURRENT in kinds
+        # What vLLM then says it holds is full attention; a window's blocks below it may be gone, and are not loaded.
+        self._may_diverge = self._has_states and GroupKind.SLIDING not in kinds
         self._attention = [g for g, spec in enumerate(layout.groups) if spec.kind is not GroupKind.RECURRENT]
         self._recurrent = [g for g, spec in enumerate(layout.groups) if spec.kind is GroupKind.RECURRENT]
         self._group_of = {group_id: g for g, group_id in enumerate(layout.group_ids)}
+        self._adapters = Adapters()
         self.tally = Tally()
         self.events = events
         self._asking = Asking(
@@ -120,6 +127,7 @@ class SchedulerHalf:
             self.tally,
             full_groups=tuple(g for g, spec in enumerate(layout.groups) if spec.kind is GroupKind.FULL),
             wait_ms=wait_ms,
+            steps_in_flight=steps_in_flight,
             reads=reads,
             prefetch=prefetch,
             always_load=always_load,
@@ -136,12 +144,16 @@ class SchedulerHalf:
         """The request has arrived: ask the store at once, long before the scheduler gets to it."""
         if request.request_id in self._tracks:
             return
-        path = Path(self._layout.namespace.chunk_tokens, extras_of(request))
+        adapter = self._adapters.adapter(request.lora_request)
+        path = Path(self._layout.namespace.chunk_tokens, extras_of(request, adapter.identity))
         handoff = handoff_of(request.kv_transfer_params)
-        is_opaque = request.prompt_embeds is not None
+        is_opaque = request.prompt_embeds is not None or adapter.is_mixed
         track = Track(request, path, handoff, is_opaque, prompt_tokens=request.num_prompt_tokens)
+        # Where a part of a streaming input ends, vLLM goes back to before a step that may be under way. Keys and values
+        # are written anew then; a state has that step in it for good, and everything that is computed from it.
+        track.may_save = self._saves and not is_opaque and not (request.resumable and self._has_states)
         self._tracks[request.request_id] = track
-        if track.is_prefill and self._saves and not request.resumable:
+        if track.is_prefill and track.may_save and not request.resumable:
             shorten_for_prefill(request)
         self._asking.arrived(track)
 
@@ -161,6 +173,8 @@ class SchedulerHalf:
             known = computed_tokens // self._layout.namespace.chunk_tokens
             track.saved_chunks = max(track.saved_chunks, known)  # they were saved when they were computed
             return 0, False
+        if not is_covered and self._asking.come_back(track):
+            track.saved_chunks = 0  # what the engine has forgotten, the store may have forgotten too
         if track.answer is None:
             answer = self._asking.answer(track)
             if answer is None:
@@ -195,7 +209,7 @@ class SchedulerHalf:
     @property
     def supports_divergence(self) -> bool:
         """Whether vLLM may report attention it still holds although the state there is gone (see `_state_lags`)."""
-        return self._has_states and self._diverging
+        return self._may_diverge and self._diverging
 
     def _state_lags(self, request: Request, end_tokens: int) -> bool:
         """Whether the engine holds attention up to our hit or beyond, but the state only we have.
@@ -203,7 +217,7 @@ class SchedulerHalf:
         vLLM can take a state only together with at least one external token, and would throw its attention hit away.
         So for one step we do not support divergence: vLLM then reports what all its groups hold, and we load the rest.
         """
-        if not self._diverging or not self._has_states or self._manager is None:
+        if not self.supports_divergence or self._manager is None:
             return False
         if self._manager.get_computed_blocks(request)[1] >= end_tokens:
             return False
@@ -297,7 +311,7 @@ class SchedulerHalf:
 
     def _is_saved(self, track: Track) -> bool:
         """Whether this step's blocks of a request may be held and saved."""
-        if track.is_opaque or not self._saves or self._pool is None:
+        if not track.may_save or self._pool is None:
             return False
         if self._held_blocks < self._pool.num_gpu_blocks * MOST_HELD:
             return True
@@ -457,7 +471,7 @@ class SchedulerHalf:
             return None
         if track.is_prefill:
             return self._hand_over(track, block_ids)
-        if any(block_ids) and not track.is_opaque and self._saves:
+        if any(block_ids) and track.may_save:
             self._save_answer_tail(track, block_ids)
         self._file_receipt(track)
         return None
@@ -501,7 +515,7 @@ class SchedulerHalf:
             return None
         end = request.num_prompt_tokens if request.num_prompt_tokens < track.prompt_tokens else 0
         items: list[SaveItem] = []
-        if end and not track.is_opaque and self._is_path_free(track) and request.num_computed_tokens >= end:
+        if end and track.may_save and self._is_path_free(track) and request.num_computed_tokens >= end:
             items = self._end_items(track, end, block_ids)
             self._add_job(self._late_saves, track, self._chunk_items(track, end, block_ids) + items)
         is_whole_chunks = end % self._layout.namespace.chunk_tokens == 0 and not self._recurrent

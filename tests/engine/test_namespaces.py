@@ -1,5 +1,6 @@
 """Engines that share a store: what one saves another reuses, if everything is equal that decides the bytes; where the
-weights, the dtype or the block size differ, or the tenant, nothing is, not even if a router hands it over."""
+weights, the configuration, the dtype or the block size differ, or the tenant, nothing is, not even if a router hands it
+over."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 
 from kvtally.testing.cases import TOLERANCE, compare
 from kvtally.testing.engines import Engine, Output, Prompt
-from kvtally.testing.models import DENSE, VOCABULARY, Model, Recipe, Setting
+from kvtally.testing.models import DENSE, VOCABULARY, Model, Recipe
 from kvtally.wire.messages import MissReason
 from tests.engine.store import StoreProcess
 
@@ -21,10 +22,11 @@ pytestmark = pytest.mark.engine
 TOKENS, OTHERS = (random.Random(seed).choices(range(VOCABULARY - 2), k=700) for seed in (7, 8))
 PROMPT, UNSHARED = Prompt(TOKENS), Prompt(TOKENS, salt="another tenant's")
 TRIES = 3
-FOREIGN: dict[str, tuple[int, Mapping[str, Setting]]] = {
+FOREIGN: dict[str, tuple[int, Mapping[str, Any]]] = {
     "other weights": (1, {}),
     "other dtype": (0, {"dtype": "bfloat16"}),
     "other block size": (0, {"block_size": 64}),
+    "other rope": (0, {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}}),
 }
 
 
@@ -48,7 +50,7 @@ def scene(
     store = store_in(directory)
     config = {"kv_transfer_config": dict(store.connector().kv_transfer_config)}
 
-    def start(name: str, seed: int = 0, settings: Mapping[str, Setting] | None = None) -> Engine:
+    def start(name: str, seed: int = 0, settings: Mapping[str, Any] | None = None) -> Engine:
         arguments = {**tiny_model(DENSE, seed).settings, **(settings or {}), **config}
         return Engine(arguments, directory / f"{name}.log")
 

@@ -387,6 +387,20 @@ def test_slots_that_came_with_the_answer_are_not_asked_for(world: World) -> None
     assert store.take(SlotsGet).rank == 0
 
 
+def test_without_verification_slots_are_asked_for(world: World) -> None:
+    """The scheduler's lease may have ended without the worker's knowledge, and another's bytes lie there now: only the
+    store knows, or a checksum."""
+    store = world.store()
+    store.verify_reads = False
+    scheduler, worker = world.client(), world.client()
+    scheduler.put(objects(1))
+    worker.connect()
+    lease = held(scheduler, structs.replace(QUESTION, slots=True))
+    assert lease.found.slots
+    worker.slots(worker.adopt(lease.share())).wait()
+    assert store.take(SlotsGet).lease == lease.id
+
+
 def test_a_lease_of_another_store_is_not_adopted(world: World) -> None:
     store = world.store()
     scheduler, worker = world.client(), world.client()

@@ -161,6 +161,44 @@ def test_loading_is_weighed_only_when_the_rate_is_known_and_not_when_told_to_loa
     assert 0 < known <= 50_000
 
 
+def rate(scheduler: Asking, monkeypatch: pytest.MonkeyPatch, happened: list[tuple[int, int | None]]) -> float:
+    """Steps by the millisecond: so many tokens are launched, or the oldest is done (None)."""
+    for at_ms, tokens in happened:
+        monkeypatch.setattr(time, "monotonic_ns", lambda at_ms=at_ms: at_ms * 1_000_000)
+        if tokens is None:
+            scheduler.step_done()
+        else:
+            scheduler.step_launched(tokens)
+    monkeypatch.undo()
+    return scheduler._rate.tokens_s
+
+
+def test_empty_steps_do_not_end_others(asking: Callable[..., Asking], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that has waited for a load launches the rest of the prompt before it hears that the empty step is done:
+    2,000 tokens in 96 ms, not in 4."""
+    happened: list[tuple[int, int | None]] = []
+    for begun in range(1000, 2000, 200):
+        happened += [(begun, 0), (begun, 2000), (begun + 4, None), (begun + 100, None)]
+    assert rate(asking(), monkeypatch, happened) == pytest.approx(2000 / 0.096, rel=0.01)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_step_whose_end_is_never_heard_of_shifts_nothing(
+    asking: Callable[..., Asking], monkeypatch: pytest.MonkeyPatch, in_flight: int
+) -> None:
+    """Steps of a prompt and of one token take turns. Taken for one another, they would make the engine ten times as
+    fast."""
+    happened: list[tuple[int, int | None]] = [(0, 1)]  # this one
+    launched = 1000
+    for number in range(40):
+        happened.append((launched, 1000 if number % 2 else 1))
+        if number >= in_flight - 1:
+            launched += 100 if (number - in_flight + 1) % 2 else 10
+            happened.append((launched, None))
+    measured = rate(asking(steps_in_flight=in_flight), monkeypatch, happened)
+    assert measured == pytest.approx(10_000, rel=0.05)
+
+
 # ---- an engine that computes nothing
 
 
@@ -305,6 +343,52 @@ def test_whom_the_scheduler_does_not_come_to_is_asked_about_after_its_step(
     assert [inquiry.is_early for inquiry in inquiries.asked] == [True]
     assert matched(scheduler, asked) == 192
     assert len(inquiries.asked) == 1
+
+
+def test_what_was_left_is_asked_about_when_it_is_evicted(
+    asking: Callable[..., Asking], inquiries: Asked, bench: Bench
+) -> None:
+    """It waited for room, and others took what the engine's own cache had of it."""
+    save(bench)
+    scheduler = asking(may_leave=True)
+    asked = question()
+    scheduler.arrived(asked)
+    assert scheduler.leave(asked, is_saved=True)
+    assert scheduler.come_back(asked)
+    assert matched(scheduler, asked) == 192
+    assert not scheduler.come_back(asked)  # that answer stays
+    assert matched(scheduler, asked) == 192
+    assert len(inquiries.asked) == 1
+    assert asked.path.end_tokens == 192
+    assert (scheduler._waiting, scheduler._running) == (1, 0)
+
+
+def test_the_early_answer_that_was_left_is_given_back_before_it_is_asked_for_again(
+    asking: Callable[..., Asking], inquiries: Asked, bench: Bench, store: Running
+) -> None:
+    save(bench)
+    scheduler = asking()
+    asked = question()
+    scheduler.arrived(asked)
+    if scheduler.leave(asked, is_saved=True):  # else the store was quicker
+        assert scheduler.come_back(asked)
+        assert len(inquiries.asked) == 1
+    assert matched(scheduler, asked) == 192
+    scheduler.ended(asked)
+    assert asked.answer is not None
+    assert asked.answer.lease is not None
+    inquiries.release(asked.answer.lease)
+    eventually(lambda: store.stats("leases", "open") == 0)
+
+
+def test_an_engine_that_does_not_read_leaves_what_is_evicted(asking: Callable[..., Asking], inquiries: Asked) -> None:
+    scheduler = asking(may_leave=True, reads=False)
+    asked = question()
+    assert scheduler.leave(asked, is_saved=True)
+    walked = asked.inquiry
+    assert not scheduler.come_back(asked)
+    assert asked.inquiry is walked  # until its path is there, nobody else may walk it
+    assert inquiries.asked == []
 
 
 def test_nobody_asks_about_an_aborted_request(asking: Callable[..., Asking], inquiries: Asked) -> None:

@@ -1,0 +1,206 @@
+"""What names KV cache beside the tokens: weights, what is said of their use, adapters, multimodal items."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtally.vllm import identity as identity_module
+from kvtally.vllm.identity import Adapter, Adapters, is_length_decisive, model_identity, override_digest
+from kvtally.vllm.path import Path as TokenPath
+from kvtally.vllm.path import extras_of
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+# ---- what is said of the configuration
+
+
+def test_what_nobody_says_has_no_name() -> None:
+    assert override_digest({}, None) == ""
+
+
+def test_an_override_of_the_rope_is_another_model() -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8192}
+    ropes = [yarn, {**yarn, "factor": 2.0}, {"rope_type": "default", "rope_theta": 1e6}]
+    assert len({override_digest({"rope_parameters": rope}, None) for rope in ropes}) == 3
+    assert override_digest(dict(reversed(yarn.items())), None) == override_digest(yarn, None)
+
+
+def test_a_configuration_elsewhere_is_named_by_what_it_says(tmp_path: Path) -> None:
+    digests = []
+    for folder, text in (("a", "{}"), ("b", "{}"), ("c", '{"rope_theta": 7}')):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(text)
+        digests.append(override_digest({}, str(tmp_path / folder)))
+    assert digests[0] == digests[1] != digests[2]
+    assert override_digest({}, "some/hub-model") != override_digest({}, "another/hub-model")
+
+
+def test_what_json_does_not_know_has_the_same_name_after_a_restart() -> None:
+    class Odd:
+        """Another address for each, as in another process."""
+
+    def odd() -> dict[Any, Any]:
+        return {"object": Odd(), 5: Path("/x"), "nested": [(Odd(), 1)]}
+
+    assert override_digest(odd(), None) == override_digest(odd(), None)
+    assert override_digest(odd(), None) != override_digest({**odd(), 5: Path("/y")}, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_decisive"),
+    [
+        ({"rope_parameters": {"rope_type": "default"}}, False),
+        ({"rope_parameters": {"rope_type": "longrope"}}, True),
+        ({"rope_scaling": {"type": "su"}}, True),
+        ({"text_config": {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}}, True),
+        ({"text_config": {"attn_temperature_tuning": True}}, True),
+    ],
+)
+def test_where_the_longest_context_decides_what_is_computed(config: dict[str, Any], is_decisive: bool) -> None:
+    assert is_length_decisive(config) is is_decisive
+
+
+# ---- the model's weights
+
+
+def weights(directory: Path, content: bytes) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(content)
+    return directory
+
+
+@pytest.mark.parametrize(
+    "inside",
+    ["run/snapshots/latest", f"run/snapshots/{COMMIT}", f"models--a--b/{COMMIT}", f"models--a--b/snapshots/{COMMIT}x"],
+)
+def test_a_folder_that_only_looks_like_the_hubs_is_known_by_its_weights(tmp_path: Path, inside: str) -> None:
+    alice = weights(tmp_path / "alice" / inside, b"A" * 4096)
+    bob = weights(tmp_path / "bob" / inside, b"B" * 4096)
+    first = model_identity(str(alice), None)
+    assert first != model_identity(str(bob), None)
+    (alice / "model.safetensors").write_bytes(b"C" * 4096)
+    assert first != model_identity(str(alice), None)
+
+
+def test_a_hub_entry_is_known_by_its_commit(tmp_path: Path) -> None:
+    entry = weights(tmp_path / "hub" / "models--a--b" / "snapshots" / COMMIT, b"A")
+    assert model_identity(str(entry), None) == f"hub:models--a--b@{COMMIT}"
+
+
+def test_a_folder_may_be_where_we_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = weights(tmp_path / "model", b"A")
+    monkeypatch.chdir(here)
+    assert model_identity(".", None) == model_identity(str(here), None)
+
+
+# ---- adapters
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "lora"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "adapter_model.safetensors").write_bytes(b"1" * 100)
+    return folder
+
+
+def lora(path: Path | str, number: int = 1, *, name: str = "sql", load_inplace: bool = False) -> Any:
+    return SimpleNamespace(lora_int_id=number, lora_name=name, lora_path=str(path), load_inplace=load_inplace)
+
+
+def retrain(folder: Path) -> None:
+    weights = folder / "deep" / "adapter_model.safetensors"
+    before_ns = weights.stat().st_mtime_ns
+    weights.write_bytes(b"2" * 100)
+    os.utime(weights, ns=(before_ns + 1, before_ns + 1))
+
+
+def test_an_adapter_retrained_in_its_folder_is_another_one_after_a_restart(folder: Path) -> None:
+    before = Adapters().adapter(lora(folder))
+    assert Adapters().adapter(lora(folder, 7)) == before  # another engine counts otherwise
+    retrain(folder)
+    after = Adapters().adapter(lora(folder))
+    assert after.identity != before.identity
+    assert not after.is_mixed
+
+
+def test_what_is_on_disk_later_does_not_rename_what_is_loaded(folder: Path) -> None:
+    adapters = Adapters()
+    loaded = adapters.adapter(lora(folder))
+    retrain(folder)
+    assert adapters.adapter(lora(folder)) == loaded
+    shutil.rmtree(folder)  # nothing is looked at
+    assert adapters.adapter(lora(folder)) == loaded
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "unloaded and loaded"])
+def test_an_adapter_that_is_loaded_again_is_another_one_and_the_engines_own_cache_mixes_them(
+    folder: Path, in_place: bool
+) -> None:
+    def again(number: int) -> Adapter:
+        return adapters.adapter(lora(folder, 1 if in_place else number, load_inplace=in_place))
+
+    adapters = Adapters()
+    first = adapters.adapter(lora(folder))
+    assert again(2) == first  # the same files
+    retrain(folder)
+    second = again(3)
+    assert second.identity != first.identity
+    assert (first.is_mixed, second.is_mixed) == (False, True)
+    assert adapters.adapter(lora(folder)).is_mixed  # those of the first one, too, if it still computes
+    other = adapters.adapter(lora(folder, 4, name="another"))
+    assert not other.is_mixed
+
+
+def test_adapters_without_a_folder_and_none() -> None:
+    hub = Adapters().adapter(lora("someone/adapter"))
+    assert hub == Adapters().adapter(lora("someone/adapter", 2))
+    assert hub.identity != Adapters().adapter(lora("someone/another")).identity
+    assert Adapters().adapter(None) == Adapter("", is_mixed=False)
+
+
+def test_adapters_are_forgotten_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity_module, "MOST_ADAPTERS", 2)
+    adapters = Adapters()
+    for number in (1, 2, 1, 3):
+        adapters.adapter(lora(f"someone/{number}", number))
+    assert [key[0] for key in adapters._known] == [1, 3]
+    assert len(adapters._only) == 2
+
+
+# ---- multimodal items
+
+
+def item(identifier: str, offset: int) -> Any:
+    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=40))
+
+
+def asked(*items: Any) -> Any:
+    return SimpleNamespace(mm_features=list(items), cache_salt=None)
+
+
+def test_images_that_come_later_in_a_streaming_input_name_what_follows() -> None:
+    tokens = [1] * 70 + [9] * 40 + [2] * 82
+
+    def session(image: str) -> list[bytes]:
+        request = asked()
+        path = TokenPath(64, extras_of(request, ""))
+        path.extend(tokens, 64)
+        request.mm_features.append(item(image, 70))  # as vLLM does it with the next part
+        path.extend(tokens, 192)
+        return path.chains
+
+    whole = TokenPath(64, extras_of(asked(item("cat", 70)), ""))
+    whole.extend(tokens, 192)
+    cat, dog = session("cat"), session("dog")
+    assert cat == whole.chains
+    assert cat[0] == dog[0]
+    assert cat[1] != dog[1]

@@ -1,0 +1,297 @@
+"""The scheduler half against vLLM's own classes, and what names an engine: no engine is started, requests are fakes.
+
+Everything here needs vLLM. What the rules of asking are is in test_early; what is saved, in tests/engine/test_saves.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from kvtally.client import StoreClient
+from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
+from kvtally.testing.models import RECIPES, Recipe
+from tests.unit.early_kit import CHUNK, DENSE, Asked, inquiries, request, save, step, store
+from tests.unit.shell import Bench
+
+__all__ = ["inquiries", "store"]  # fixtures
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+BLOCK = 16
+WINDOW = 64
+FULL = GroupSpec(kind=GroupKind.FULL, block_tokens=BLOCK, page_bytes=((64,),))
+SLIDING = GroupSpec(kind=GroupKind.SLIDING, block_tokens=BLOCK, page_bytes=((64,),), window_tokens=WINDOW)
+RECURRENT = GroupSpec(kind=GroupKind.RECURRENT, block_tokens=BLOCK, page_bytes=((64,),))
+
+
+def layout(*groups: GroupSpec, namespace: Namespace = DENSE) -> Any:
+    from kvtally.vllm.layout import EngineLayout
+
+    count = len(groups)
+    named = structs.replace(namespace, groups=groups)
+    return EngineLayout(named, tuple(range(count)), tuple((f"l{group}",) for group in range(count)), BLOCK)
+
+
+@pytest.fixture
+def half(inquiries: Asked) -> Callable[..., Any]:
+    from kvtally.vllm.scheduler import SchedulerHalf
+
+    def make(*groups: GroupSpec, **settings: Any) -> Any:
+        made = SchedulerHalf(layout(*groups), inquiries, world_size=1, wait_ms=2000, **settings)
+        blocks = SimpleNamespace(num_gpu_blocks=1000, blocks=range(1000), touch=lambda _: None)
+        made.bind(SimpleNamespace(block_pool=blocks))  # type: ignore[arg-type]
+        return made
+
+    return make
+
+
+# ---- divergence
+
+
+@pytest.mark.parametrize(
+    ("groups", "is_supported"),
+    [((FULL,), False), ((FULL, RECURRENT), True), ((FULL, SLIDING), False), ((FULL, SLIDING, RECURRENT), False)],
+)
+def test_attention_without_its_state_is_taken_only_where_all_of_it_is_there(
+    half: Callable[..., Any], groups: tuple[GroupSpec, ...], is_supported: bool
+) -> None:
+    assert half(*groups).supports_divergence is is_supported
+
+
+def test_what_vllm_holds_of_full_attention_says_nothing_about_a_window() -> None:
+    """Why: vLLM counts the full attention it holds, and hands out window blocks below that which hold nothing. We load
+    from its count on, so nobody would ever write them."""
+    import torch
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        MambaSpec,
+        SlidingWindowSpec,
+    )
+    from vllm.v1.request import Request
+
+    from kvtally.vllm.meta import LoadJob
+    from kvtally.vllm.worker import WorkerHalf
+
+    init_none_hash(sha256)
+    plain: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    state = MambaSpec(block_size=BLOCK, shapes=((8, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    specs = [FullAttentionSpec(**plain), SlidingWindowSpec(**plain, sliding_window=WINDOW), state]
+    config = KVCacheConfig(
+        num_blocks=200,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec([f"l{group}"], spec) for group, spec in enumerate(specs)],
+        prefix_cache_retention_interval=0,
+        hash_block_size=BLOCK,
+        cache_hit_alignment_tokens=BLOCK,
+    )
+    manager = KVCacheManager(config, max_model_len=4096, scheduler_block_size=BLOCK, hash_block_size=BLOCK)
+
+    def asked(name: str, tokens: list[int]) -> Any:
+        return Request(
+            request_id=name,
+            prompt_token_ids=tokens,
+            sampling_params=SamplingParams(max_tokens=4),
+            pooling_params=None,
+            block_hasher=get_request_block_hasher(BLOCK, sha256),
+        )
+
+    draw = random.Random(1)
+    shared = draw.choices(range(1000), k=320)
+    first = asked("first", shared + draw.choices(range(1000), k=320))
+    while first.num_computed_tokens < first.num_tokens:
+        count = min(160, first.num_tokens - first.num_computed_tokens)
+        assert manager.allocate_slots(first, count) is not None
+        first.num_computed_tokens += count
+        manager.new_step_starts()
+    manager.free(first)
+
+    second = asked("second", shared + draw.choices(range(1000), k=40))  # the store has all of it
+    end = second.num_tokens - 1
+    blocks, held, *_ = manager.get_computed_blocks_for_connector(second)
+    manager.allocate_slots(
+        second,
+        0,
+        num_new_computed_tokens=held,
+        new_computed_blocks=blocks,
+        num_external_computed_tokens=end - held,
+        delay_cache_blocks=True,
+    )
+    tables: Any = [list(table) for table in manager.get_block_ids("second")]
+    worker = WorkerHalf(layout(FULL, SLIDING, RECURRENT), 0, lambda: StoreClient("nowhere"))
+    lease: Any = None
+    load = LoadJob("second", lease, [256, end], end, held, tables)
+    window = manager.coordinator.single_type_managers[1].req_to_blocks["second"]
+    written = {block for index in range(2) for block in worker._targets(load, index, 1)[0]}
+    unwritten = [block for block in window if block.block_hash is None and block.block_id not in {0, *written}]
+    assert held == 320
+    assert unwritten
+
+
+# ---- requests that are left to the engine's own cache
+
+
+def test_what_was_covered_and_is_evicted_while_it_waits_is_loaded(half: Callable[..., Any], bench: Bench) -> None:
+    tokens = list(range(2000))
+    save(bench, tokens)
+    scheduler = half(FULL)
+    scheduler._asking.step_launched(4000)
+    time.sleep(0.2)
+    scheduler._asking.step_done()  # an engine of some 20,000 tokens a second
+    asked = request("r", tokens)
+    scheduler.on_new_request(asked)
+    assert scheduler.matched_tokens(asked, 1984) == (0, False)
+    assert scheduler._tracks["r"].saved_chunks == 31
+    found = (None, False)  # there was no room for it, and others took the blocks
+    while found[0] is None:
+        found = scheduler.matched_tokens(asked, 0)
+    assert found == (1984, True)
+    assert scheduler._tracks["r"].saved_chunks == 31
+
+
+def test_chunks_that_are_gone_everywhere_are_saved_again(half: Callable[..., Any], inquiries: Asked) -> None:
+    scheduler = half(FULL)
+    scheduler._asking.is_trifle = lambda track, tokens: tokens < CHUNK
+    asked = request("r", list(range(200)))
+    scheduler.on_new_request(asked)
+    assert scheduler.matched_tokens(asked, 192) == (0, False)
+    while scheduler.matched_tokens(asked, 0)[0] is None:
+        pass
+    tables = [list(range(1, 14))]
+    state = SimpleNamespace(get_block_ids=lambda _: tables, boundary_state_offloads={})
+    (job,) = scheduler.build_metadata(step({"r": 200}, kv_connector_block_state=state)).saves
+    assert [item.end_tokens for item in job.items] == [64, 128, 192, 199]
+
+
+# ---- streaming input
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+def test_nothing_of_a_streaming_input_is_saved_where_there_are_states(
+    half: Callable[..., Any], resumable: bool
+) -> None:
+    """Where a part of it ended, vLLM went back by the token that a step under way had put into the state already."""
+    recurrent = structs.replace(RECURRENT, block_tokens=CHUNK)
+    scheduler = half(FULL, recurrent, reads=False)
+    asked = request("r", list(range(128)), resumable=resumable, num_in_flight_tokens=0)
+    scheduler.on_new_request(asked)
+    scheduler.matched_tokens(asked, 0)
+    tables = [list(range(1, 10)), [11, 12, 13]]
+    offers = {"r": [(1, 12, 128)]}
+    state = SimpleNamespace(get_block_ids=lambda _: tables, boundary_state_offloads=offers)
+    metadata = scheduler.build_metadata(step({"r": 128}, kv_connector_block_state=state))
+    assert bool(metadata.saves) is not resumable
+    asked.num_tokens, asked.num_computed_tokens = 138, 137
+    asked.all_token_ids = list(range(138))
+    scheduler.finished(asked, tables)
+    assert bool(scheduler._late_saves) is not resumable
+
+
+def test_a_streaming_input_without_states_is_saved(half: Callable[..., Any]) -> None:
+    scheduler = half(FULL, reads=False)
+    asked = request("r", list(range(128)), resumable=True)
+    scheduler.on_new_request(asked)
+    scheduler.matched_tokens(asked, 0)
+    state = SimpleNamespace(get_block_ids=lambda _: [list(range(1, 10))], boundary_state_offloads={})
+    assert scheduler.build_metadata(step({"r": 128}, kv_connector_block_state=state)).saves
+
+
+# ---- adapters
+
+
+def test_an_adapter_that_was_replaced_is_neither_read_nor_saved(half: Callable[..., Any], tmp_path: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    scheduler = half(FULL)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"1" * 100)
+    first = request("first", lora_request=LoRARequest("sql", 1, str(tmp_path)))
+    scheduler.on_new_request(first)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"2" * 200)
+    loaded = request("loaded", lora_request=LoRARequest("sql", 1, str(tmp_path)))
+    ticket = {"kvtally": {"ticket": "t", "role": "prefill"}}
+    replaced = request(
+        "replaced", lora_request=LoRARequest("sql", 1, str(tmp_path), load_inplace=True), kv_transfer_params=ticket
+    )
+    scheduler.on_new_request(loaded)
+    scheduler.on_new_request(replaced)
+    tracks = scheduler._tracks
+    assert [tracks[name].may_save for name in ("first", "loaded", "replaced")] == [True, True, False]
+    assert tracks["replaced"].is_opaque
+    assert tracks["loaded"].path._extras == tracks["first"].path._extras != tracks["replaced"].path._extras
+    assert replaced.num_prompt_tokens == 200  # nothing is handed over
+
+
+# ---- the configuration's name
+
+
+@pytest.fixture
+def digest(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def digest(path: Path, dtype: str, **settings: Any) -> str:
+        from vllm.config import ModelConfig
+
+        from kvtally.vllm.layout import _model_detail
+
+        model = ModelConfig(model=str(path), tokenizer=str(path), skip_tokenizer_init=True, dtype=dtype, **settings)
+        config: Any = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype="auto"))
+        detail = _model_detail(config)
+        return detail.get("overrides", "") + detail.get("max_model_len", "")
+
+    return digest
+
+
+def configuration(recipe: Recipe, path: Path, **changes: Any) -> Path:
+    import transformers  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    transformers.AutoConfig.for_model(recipe.model_type, **{**recipe.config, **changes}).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_model_in_another_folder_has_the_same_configuration(
+    digest: Callable[..., str], tmp_path: Path, recipe: Recipe
+) -> None:
+    here = configuration(recipe, tmp_path / "here")
+    there = Path(shutil.copytree(here, tmp_path / "there" / "as well"))
+    assert digest(here, recipe.dtype) == digest(there, recipe.dtype)
+    assert digest(here, recipe.dtype, max_model_len=1024) == digest(here, recipe.dtype)
+
+
+def test_overrides_and_another_file_are_another_configuration(digest: Callable[..., str], tmp_path: Path) -> None:
+    recipe = RECIPES["dense"]
+    path = configuration(recipe, tmp_path / "model")
+    tree = json.loads((path / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8192}
+    tree["rope_parameters"]["rope_theta"] = 77.0
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    digests = [
+        digest(path, recipe.dtype),
+        digest(path, recipe.dtype, hf_overrides={"rope_parameters": yarn}),
+        digest(path, recipe.dtype, hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+        digest(path, recipe.dtype, hf_config_path=str(tmp_path)),
+    ]
+    assert len(set(digests)) == len(digests)
+
+
+def test_with_longrope_the_longest_context_counts(digest: Callable[..., str], tmp_path: Path) -> None:
+    recipe = RECIPES["dense"]
+    factors = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32, "original_max_position_embeddings": 4096}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, **factors}
+    path = configuration(recipe, tmp_path, rope_parameters=rope)
+    digests = {digest(path, recipe.dtype, max_model_len=length) for length in (2048, 8192)}
+    assert len(digests) == 2
