@@ -79,7 +79,9 @@ class Lease:
         """Why the hit is not longer: a MissReason, or empty."""
         if self.id and not self.is_live:
             return MissReason.LEASE_EXPIRED
-        return self.outcome.reason if self.outcome is not None else self.found.reason
+        if self.outcome is None or (not self.outcome.reason and self.outcome.end_tokens <= self.found.end_tokens):
+            return self.found.reason  # all that was found was staged
+        return self.outcome.reason
 
     def share(self) -> SharedLease:
         return SharedLease(self.session.store, self.id, self.chains, self.expires_ns, self.found.slots)

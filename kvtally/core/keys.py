@@ -89,8 +89,9 @@ def chunk_extra(
 ) -> bytes:
     """Canonical bytes of everything beside the tokens that decides a chunk's KV.
 
-    `lora` is the adapter's name, `items` the multimodal item hashes with their positions inside the chunk, `embeds` a
-    digest of prompt embeddings, `salt` the tenant (chunk 0 only: the chain carries it on). Empty when there is nothing.
+    `lora` is the adapter's identity, `items` the multimodal item hashes with their positions inside the chunk,
+    `embeds` a digest of prompt embeddings, `salt` the tenant (chunk 0 only: the chain carries it on). Empty when there
+    is nothing.
     """
     if not (lora or items or embeds or salt):
         return b""

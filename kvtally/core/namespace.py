@@ -16,6 +16,10 @@ from blake3 import blake3
 from kvtally.core.checksum import ALGORITHM
 
 FORMAT_VERSION = 1
+LARGEST_NUMBER = (1 << 32) - 1  # of tokens, bytes of a page, ranks: no message or metric holds what JSON can
+
+
+_TOO_LARGE = f"a number is larger than {LARGEST_NUMBER}"
 
 
 class GroupKind(StrEnum):
@@ -37,8 +41,11 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     detail: dict[str, str] = {}  # dtype, heads, head size, state shapes, ...: whatever else decides the bytes
 
     def __post_init__(self) -> None:
-        if self.block_tokens < 1 or any(size < 1 for stage in self.page_bytes for size in stage):
+        pages = [size for stage in self.page_bytes for size in stage]
+        if self.block_tokens < 1 or any(size < 1 for size in pages):
             raise ValueError("blocks and pages have at least one token and one byte")
+        if max(self.block_tokens, abs(self.window_tokens), *pages) > LARGEST_NUMBER:
+            raise ValueError(_TOO_LARGE)
         if self.kind is GroupKind.SLIDING and self.window_tokens < 1:
             raise ValueError("a sliding group has a window: without one, no object would ever be needed")
 
@@ -77,8 +84,11 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     detail: dict[str, str] = {}
 
     def __post_init__(self) -> None:
-        if min(self.chunk_tokens, self.alignment_tokens, self.tensor_parallel, self.pipeline_parallel) < 1:
+        sizes = (self.chunk_tokens, self.alignment_tokens, self.tensor_parallel, self.pipeline_parallel)
+        if min(sizes) < 1:
             raise ValueError("chunk, alignment and parallel sizes are at least 1")
+        if max(*sizes, abs(self.format_version)) > LARGEST_NUMBER:
+            raise ValueError(_TOO_LARGE)
         if not self.groups or any(len(spec.page_bytes) != self.pipeline_parallel for spec in self.groups):
             raise ValueError("there is at least one group, and each lists its pages for every pipeline stage")
 

@@ -89,7 +89,8 @@ def create_app(hub: Hub, *, token: str) -> Starlette:
         if text not in known:
             remedy = "Give the whole digest as /inspect/namespaces shows it: /reset?namespace=HEX."
             return _refused(404, "KV-206", f"no namespace {text[:64]!r} here", remedy)
-        return _json({"objects": hub.reset(bytes.fromhex(text))})
+        end = await hub.reset(bytes.fromhex(text))
+        return _refused(503, end.code, end.message, end.remedy) if end.code else _json({"objects": end.objects})
 
     return Starlette(
         routes=[

@@ -24,6 +24,7 @@ from typing import cast
 from kvtally.errors import CapacityError, IncompatibleError, KVTallyError, TransportError
 from kvtally.store.arena import Arena
 from kvtally.store.mover import Batch, Mover
+from kvtally.store.resets import ResetEnd
 from kvtally.store.store import Store
 from kvtally.wire.auth import proof
 from kvtally.wire.frames import encode, request_reader
@@ -95,10 +96,12 @@ class Hub:
             self.store.job_done(job, outcome, now_ns)
         self.flush()
 
-    def reset(self, digest: bytes) -> int:
-        objects = self.store.reset(digest, time.monotonic_ns())
+    async def reset(self, digest: bytes) -> ResetEnd:
+        ended: asyncio.Future[ResetEnd] = self._loop.create_future()
+        # Who asked may have gone, and cancelled its wait.
+        self.store.reset(digest, time.monotonic_ns(), lambda end: None if ended.done() else ended.set_result(end))
         self.flush()
-        return objects
+        return await ended
 
     def stats(self) -> dict[str, object]:
         """The store's tree, and what only its shell knows."""
@@ -207,12 +210,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but inheritance
         self._deadline = asyncio.get_running_loop().call_later(self._hello_timeout_s, self._hello_overdue)
-        if self.nonce:  # on the unix socket all this has happened before the loop got it
-            try:
-                self._hub.expect_hello(self)
-            except CapacityError as error:
-                self.refuse(error)
-                return
+        if self.nonce:  # on the unix socket this has happened before the loop got it
             self._transport.write(encode(self._hub.store.greeting(nonce=self.nonce)))
 
     def data_received(self, data: bytes) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -35,7 +35,7 @@ class Session:
     greeted: bool = False
     leases: set[int] = field(default_factory=set)
     puts: set[int] = field(default_factory=set)
-    put_bytes: int = 0
+    put_bytes: int = 0  # of open writes, and of those in limbo
     waiting: int = 0
 
 
@@ -102,7 +102,6 @@ class Prefetched(StrEnum):
 
 FIRST_PAUSE_NS = 1 * SECOND_NS
 LONGEST_PAUSE_NS = 60 * SECOND_NS
-MOST_UNREMOVED = 65_536
 MOST_POSTPONED = 65_536
 
 
@@ -115,6 +114,7 @@ class TierState:
     read_paused_until_ns: int = 0
     write_pause_ns: int = FIRST_PAUSE_NS
     read_pause_ns: int = FIRST_PAUSE_NS
+    unreadable: int = 0  # objects, since the last one that could be read
     queued_bytes: int = 0
     reads: int = 0
     read_bytes: int = 0
@@ -125,12 +125,13 @@ class TierState:
     dropped: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     speed: Speed = field(default_factory=Speed)
+    write_speed: Speed = field(default_factory=Speed)
     prefetched: Counter[str] = field(default_factory=Counter)  # leases, by Prefetched
     prefetched_bytes: Counter[str] = field(default_factory=Counter)
     hidden_s: float = 0.0  # staged while the engine did something else
     exposed_s: float = 0.0  # the engine had come to the request and waited
     # Forgotten by the index, but the tier could not remove them (a full disk cannot append its journal): tried again
-    # with the next removal. What is beyond the bound stays there as dead bytes until the next start.
+    # with the next removal. Never more than the tier holds; what is not in here would be back after a restart.
     unremoved: dict[ObjectKey, None] = field(default_factory=dict)
     # Committed faster than the tier writes: written when their turn comes, if they are in the arena then.
     postponed: dict[tuple[Node, int], None] = field(default_factory=dict)
@@ -147,15 +148,16 @@ class TierState:
             self.read_paused_until_ns = now_ns + self.read_pause_ns
             self.read_pause_ns = min(2 * self.read_pause_ns, LONGEST_PAUSE_NS)
 
+    def object_unreadable(self, now_ns: int) -> None:
+        """One may be a bad sector and costs only itself; from the second in a row on it is the device."""
+        self.unreadable += 1
+        if self.unreadable > 1:
+            self.read_failed(now_ns)
+
     def write_failed(self, now_ns: int) -> None:
         if self.writable(now_ns):
             self.write_paused_until_ns = now_ns + self.write_pause_ns
             self.write_pause_ns = min(2 * self.write_pause_ns, LONGEST_PAUSE_NS)
-
-    def remove_failed(self, keys: Iterable[ObjectKey]) -> None:
-        self.unremoved.update(dict.fromkeys(keys))
-        while len(self.unremoved) > MOST_UNREMOVED:
-            del self.unremoved[next(iter(self.unremoved))]
 
     def postpone(self, node: Node, bit: int) -> None:
         self.postponed[node, bit] = None
@@ -168,7 +170,7 @@ class TierState:
             return "stuck"
         if not self.readable(now_ns):
             return "failing"
-        return "ok" if self.writable(now_ns) else "not-writing"
+        return "ok" if self.writable(now_ns) and not self.write_speed.is_stuck(now_ns) else "not-writing"
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ class WriteJob:
     tier: int
     record: ObjectRecord
     pieces: tuple[Piece, ...]
+    attempt: int = 0  # how often the tier had no room for it before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,5 +58,6 @@ class Outcome:
     """How a job ended: `code` is empty on success, else the KV-xxx code of the error. `found` belongs to a FindJob."""
 
     code: str = ""
+    is_crowded: bool = False  # with a code, of a WriteJob: there is room once other objects are taken out
     seconds: float = 0.0
     found: tuple[ObjectRecord | None, ...] = ()

@@ -19,7 +19,7 @@ from kvtally.core.keys import ObjectKey
 from kvtally.core.prefetch import Planner, worth_loading
 from kvtally.core.residency import ARENA, Family, Node, each_bit
 from kvtally.store.context import Context, Prefetched, Session
-from kvtally.store.needs import View, hit_of, needs_of, path_of, view_of
+from kvtally.store.needs import View, hit_of, longest_possible, needs_of, path_of, view_of
 from kvtally.store.staging import Lease, Staging
 from kvtally.store.tiers.base import ObjectRecord
 from kvtally.store.weighing import Weighing
@@ -33,7 +33,7 @@ class Leases:
         self,
         context: Context,
         record: Callable[[Node, int], ObjectRecord],
-        remove: Callable[[int, Sequence[ObjectKey]], None],
+        remove: Callable[[int, Sequence[ObjectKey]], object],
     ) -> None:
         self._context = context
         self._residency = context.residency
@@ -83,9 +83,9 @@ class Leases:
                 self._grant(lease, now_ns)
         return lease
 
-    def told(self, lease: Lease, now_ns: int) -> None:
-        """Its client knows of it: from now on it is told what becomes of it."""
-        lease.is_told = True
+    def told(self, lease: Lease, reason: str, now_ns: int) -> None:
+        """Its client knows of it, and why it is not longer: from now on it is told what becomes of it."""
+        lease.is_told, lease.found_reason = True, reason
         if lease.wanted_ns is not None and lease.awaited:
             self._weigh(lease, now_ns)
 
@@ -302,7 +302,8 @@ class Leases:
                 return
         self._aim(lease, hit)
         lease.announced, lease.staged_ns = True, now_ns
-        self._context.counts.lookup(request, hit.end_tokens, lease.reason)
+        found_reason = lease.found_reason if hit.end_tokens < longest_possible(request) else ""
+        self._context.counts.lookup(request, hit.end_tokens, lease.reason or found_reason)
         self._context.send(lease.session, self._staged(lease, now_ns))
         if not hit.end_tokens:
             self._drop(lease, now_ns)

@@ -22,7 +22,7 @@ from kvtally.core.residency import Family, Node
 from kvtally.store.context import Alarm, Context, Session
 from kvtally.store.jobs import FindJob, Outcome
 from kvtally.store.leases import Leases
-from kvtally.store.needs import View, bitmap, hit_of, view_of
+from kvtally.store.needs import View, bitmap, hit_of, longest_possible, view_of
 from kvtally.store.staging import Lease
 from kvtally.store.tiers.base import ObjectRecord
 from kvtally.wire.messages import Found, Lookup, MissReason, Slot
@@ -107,7 +107,7 @@ class Lookups:
             ),
         )
         if lease is not None:
-            self._leases.told(lease, now_ns)
+            self._leases.told(lease, reason, now_ns)
 
     def _slots(self, lease: Lease) -> list[Slot]:
         slots = self._leases.slots_of(lease, 0) or []
@@ -127,9 +127,7 @@ class Lookups:
 
     def _reason(self, family: Family, request: Lookup, view: View, now_ns: int) -> str:
         """Why the hit is not longer: the nearest cause, in the one list of reasons."""
-        limit, step = request.limit_tokens, request.alignment_tokens
-        last = next((end for end in reversed(request.ends) if end <= limit and end % step == 0), 0)
-        if view.hit.end_tokens == last:
+        if view.hit.end_tokens == longest_possible(request):
             return ""
         if view.hopeful.end_tokens > view.hit.end_tokens:
             return MissReason.PENDING

@@ -23,7 +23,7 @@ from kvtally.core.keys import checksum_seed
 from kvtally.errors import KVTallyError
 from kvtally.store.arena import Arena
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, RemoveJob, WriteJob
-from kvtally.store.tiers.base import ObjectRecord, Tier
+from kvtally.store.tiers.base import NoRoomError, ObjectRecord, Tier
 
 logger = logging.getLogger("kvtally.store")
 
@@ -97,6 +97,8 @@ class Mover:
             if isinstance(job, FindJob):
                 return Outcome(found=tuple(tier.find(job.keys)), seconds=time.perf_counter() - begun)
             code = self._carry_out(tier, job)
+        except NoRoomError as error:  # nothing is wrong: the store makes room
+            return Outcome(code=error.code, is_crowded=True, seconds=time.perf_counter() - begun)
         except KVTallyError as error:
             self._tell(tier, error)
             code = error.code

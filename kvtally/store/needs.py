@@ -55,6 +55,12 @@ def hit_of(family: Family, request: Lookup, rows: Sequence[Sequence[bool]], limi
     )
 
 
+def longest_possible(request: Lookup) -> int:
+    """The boundary of a hit that leaves nothing to wish for, in tokens."""
+    limit, step = request.limit_tokens, request.alignment_tokens
+    return next((end for end in reversed(request.ends) if end <= limit and end % step == 0), 0)
+
+
 def needs_of(family: Family, request: Lookup, path: Sequence[Node | None], hit: Hit) -> list[tuple[int, Node, int]]:
     """Boundary index (rising), node and mask of objects of everything that a hit reads."""
     masks: dict[int, int] = {}

@@ -20,6 +20,7 @@ import resource
 import secrets
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -183,7 +184,7 @@ class StoreServer:
             stack.push_async_callback(await start_admin(self.hub, admin, token=config.token))
             logger.info("admin HTTP on port %s", self.admin_port)
         if tcp is not None:
-            await self._listen_tcp(stack, tcp)
+            self._listen_tcp(stack, tcp)
         front = UnixFront(self.hub, endpoint, self._allowed_uids, self._hello_timeout_s)
         stack.push_async_callback(front.close)
         logger.info("serving on %s", config.socket)
@@ -195,17 +196,11 @@ class StoreServer:
         stack.callback(listener.close)
         return listener
 
-    async def _listen_tcp(self, stack: contextlib.AsyncExitStack, listener: socket.socket) -> None:
-        def protocol() -> Connection:
-            nonce = secrets.token_bytes(NONCE_BYTES)
-            return Connection(self.hub, has_arena=False, nonce=nonce, hello_timeout_s=self._hello_timeout_s)
-
+    def _listen_tcp(self, stack: contextlib.AsyncExitStack, listener: socket.socket) -> None:
         tls = tls_context(self.config.tls_cert, self.config.tls_key)
-        timeout = self._hello_timeout_s if tls is not None else None
-        loop = asyncio.get_running_loop()
         start_listening(listener, "tcp")
-        server = await loop.create_server(protocol, sock=listener, ssl=tls, ssl_handshake_timeout=timeout)
-        stack.callback(server.close)
+        front = TcpFront(self.hub, listener, self._hello_timeout_s, tls)
+        stack.push_async_callback(front.close)
         self.tcp_port = listener.getsockname()[1]
         logger.info("serving on TCP port %s, %s", self.tcp_port, "TLS" if tls is not None else "without TLS")
 
@@ -229,31 +224,33 @@ class StoreServer:
             logger.warning("a tier does not return from the device; leaving without closing it (it is restart-safe)")
             return
         for tier in tiers:
-            tier.close()
+            try:
+                tier.close()
+            except TierError as error:  # a cache's last sync: what it lost is a miss after the next start
+                logger.warning("tier %s was not closed in order: %s", tier.name, error)
 
 
-class UnixFront:
-    """Accepts on the unix socket: checks the user, hands out the arena, watches whether the process still lives."""
+class Front:
+    """Accepts on one listening socket. Who is admitted counts as a stranger from then on, also before TLS is agreed."""
 
-    def __init__(self, hub: Hub, endpoint: UnixEndpoint, allowed_uids: frozenset[int], hello_timeout_s: float) -> None:
+    def __init__(
+        self, hub: Hub, listener: socket.socket, hello_timeout_s: float, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._hub = hub
-        self._endpoint = endpoint
-        self._allowed_uids = allowed_uids
         self._hello_timeout_s = hello_timeout_s
-        self._pipes: dict[int, Connection] = {}  # read ends of liveness pipes; they may outlive their connections
+        self._tls = tls
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        self._listener = endpoint.listen()
+        self._listener = listener
         self._resume()
 
     async def close(self) -> None:
         self._loop.remove_reader(self._listener)
-        self._endpoint.stop_listening()
+        self._listener.close()
+        for task in self._tasks:
+            task.cancel()  # nobody waits for a peer that does not shake hands
         if self._tasks:
             await asyncio.wait(self._tasks)
-        for pipe in self._pipes:
-            self._loop.remove_reader(pipe)
-            os.close(pipe)
 
     def _resume(self) -> None:
         if self._listener.fileno() >= 0:
@@ -265,27 +262,76 @@ class UnixFront:
                 peer, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except (
-                OSError
-            ) as error:  # out of descriptors or memory: the listener stays readable, so look away for a while
+            except OSError as error:  # no descriptors or memory left: the listener stays readable, so look away
                 logger.error("cannot accept a connection: %s", error)
                 self._loop.remove_reader(self._listener)
                 self._loop.call_later(_ACCEPT_PAUSE_S, self._resume)
                 return
             peer.setblocking(False)
             try:
-                self._admit(peer)
+                self._hand_over(peer, self._admit(peer))
             except KVTallyError as error:
-                self._hub.ended[error.code] += 1
-                logger.info("connection refused: %s", error)
-                with contextlib.suppress(OSError):
-                    peer.send(encode(Refused(0, error.code, error.message, error.remedy)))
-                peer.close()
+                self._refuse(peer, error)
             except OSError:  # it went away, or there is no descriptor left for its pipe
                 peer.close()
 
-    def _admit(self, peer: socket.socket) -> None:
-        """Greet the peer and let the loop have its socket. Raises KVTallyError to have it refused."""
+    def _admit(self, peer: socket.socket) -> Connection:
+        """Who this is. Raises KVTallyError to have it refused."""
+        raise NotImplementedError
+
+    def _refuse(self, peer: socket.socket, error: KVTallyError) -> None:
+        self._hub.ended[error.code] += 1
+        logger.info("connection refused: %s", error)
+        if self._tls is None:  # else nothing can be said before hands were shaken
+            with contextlib.suppress(OSError):
+                peer.send(encode(Refused(0, error.code, error.message, error.remedy)))
+        peer.close()
+
+    def _hand_over(self, peer: socket.socket, connection: Connection) -> None:
+        """Let the loop have the socket."""
+        task = self._loop.create_task(self._take_over(peer, connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _take_over(self, peer: socket.socket, connection: Connection) -> None:
+        timeout_s = self._hello_timeout_s if self._tls is not None else None
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: connection, peer, ssl=self._tls, ssl_handshake_timeout=timeout_s
+            )
+        except (OSError, asyncio.CancelledError):  # it went away, does not speak TLS, or the store stops
+            self._hub.ungreeted.discard(connection)
+            peer.close()
+
+
+class TcpFront(Front):
+    """Accepts on the TCP port: everybody, to be asked for the token's proof."""
+
+    def _admit(self, peer: socket.socket) -> Connection:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        connection = Connection(self._hub, has_arena=False, nonce=nonce, hello_timeout_s=self._hello_timeout_s)
+        self._hub.expect_hello(connection)
+        return connection
+
+
+class UnixFront(Front):
+    """Accepts on the unix socket: checks the user, hands out the arena, watches whether the process still lives."""
+
+    def __init__(self, hub: Hub, endpoint: UnixEndpoint, allowed_uids: frozenset[int], hello_timeout_s: float) -> None:
+        self._endpoint = endpoint
+        self._allowed_uids = allowed_uids
+        self._pipes: dict[int, Connection] = {}  # read ends of liveness pipes; they may outlive their connections
+        super().__init__(hub, endpoint.listen(), hello_timeout_s)
+
+    async def close(self) -> None:
+        await super().close()
+        self._endpoint.stop_listening()
+        for pipe in self._pipes:
+            self._loop.remove_reader(pipe)
+            os.close(pipe)
+
+    def _admit(self, peer: socket.socket) -> Connection:
+        """Greet the peer: this must happen before the loop has its socket, which cannot send descriptors."""
         uid = peer_uid(peer)
         if uid not in self._allowed_uids:
             raise IncompatibleError(
@@ -308,16 +354,7 @@ class UnixFront:
             raise
         self._pipes[pipe] = connection
         self._loop.add_reader(pipe, self._pipe_readable, pipe)
-        task = self._loop.create_task(self._hand_over(peer, connection))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _hand_over(self, peer: socket.socket, connection: Connection) -> None:
-        try:
-            await self._loop.connect_accepted_socket(lambda: connection, peer)
-        except OSError:
-            self._hub.ungreeted.discard(connection)
-            peer.close()
+        return connection
 
     def _pipe_readable(self, pipe: int) -> None:
         try:

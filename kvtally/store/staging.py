@@ -52,7 +52,8 @@ class Lease:
     load_s: float = 0.0  # estimates of the last weighing
     compute_s: float = 0.0
     left_tokens: int = 0  # found, and not worth loading
-    reason: str = ""
+    found_reason: str = ""  # why what was found is not longer
+    reason: str = ""  # why less than that is promised
     may_aim_lower: bool = False  # something that was to be staged has left the index
 
 
@@ -75,7 +76,7 @@ class Staging:
         context: Context,
         planner: Planner[tuple[Node, int]],
         record: Callable[[Node, int], ObjectRecord],
-        remove: Callable[[int, Sequence[ObjectKey]], None],
+        remove: Callable[[int, Sequence[ObjectKey]], object],
         on_end: Callable[[Lease, int], None],
     ) -> None:
         self._context = context
@@ -176,7 +177,7 @@ class Staging:
             tier.reads += 1
             tier.read_bytes += length
             tier.read_seconds += outcome.seconds
-            tier.read_pause_ns = FIRST_PAUSE_NS
+            tier.read_pause_ns, tier.unreadable = FIRST_PAUSE_NS, 0
             self._context.counts.staged_objects += 1
             self._context.counts.staged_bytes += length
             if wanted and not already:
@@ -186,23 +187,31 @@ class Staging:
         self._end(node, bit, reason, now_ns)
 
     def _read_failed(self, job: ReadJob, code: str, node: Node, bit: int, now_ns: int) -> str:
+        """What cannot be read is dropped, or it would be found, and not saved anew, for ever. Only where the whole tier
+        fails, what was on its way when that was noticed stays: it is likely to be there when the tier is back."""
         tier = self._context.tiers[job.tier - 1]
         tier.errors[code] += 1
-        if code not in (*INTEGRITY_CODES, "KV-603"):
-            tier.read_failed(now_ns)
-            return MissReason.STAGING_FAILED
+        reason = MissReason.STAGING_FAILED
         if code in INTEGRITY_CODES:
+            reason = MissReason.CHECKSUM
             self._context.note_quarantine(tier.info.name, code, node, bit)
+        elif code == "KV-603":
+            reason = MissReason.ABSENT
+        elif tier.readable(now_ns):
+            tier.object_unreadable(now_ns)
+        else:
+            return reason
         self._residency.drop(node, bit, job.tier)
         self._remove(job.tier, [job.record.key])
-        return MissReason.CHECKSUM if code in INTEGRITY_CODES else MissReason.ABSENT
+        return reason
 
     def _end(self, node: Node, bit: int, reason: str, now_ns: int) -> None:
         rising = self._rising.pop((node, bit))
+        has_left = not self._residency.tier_mask(node, rising.tier) >> bit & 1
         for lease in rising.leases:
             lease.awaited.discard((node, bit))
             lease.reason = lease.reason or reason
-            lease.may_aim_lower |= reason in (MissReason.CHECKSUM, MissReason.ABSENT)
+            lease.may_aim_lower |= bool(reason) and has_left
             if not reason:
                 lease.staged.add(node)
             if not lease.awaited:

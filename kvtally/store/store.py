@@ -9,7 +9,7 @@ in the same way, which is why a whole node can be run from a seed. Single-thread
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -25,6 +25,7 @@ from kvtally.store.context import Alarm, Context, Prefetched, Session, TierInfo,
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, WriteJob
 from kvtally.store.leases import Leases
 from kvtally.store.lookups import Lookups
+from kvtally.store.resets import ResetEnd, Resets
 from kvtally.store.tiers.base import ObjectRecord
 from kvtally.store.writes import Writes
 from kvtally.wire.limits import Limits
@@ -54,6 +55,7 @@ from kvtally.wire.messages import (
 
 __all__ = ["Store", "TierInfo"]
 
+LONGEST_NAME = 200  # characters of what a peer calls itself or its model, in stats: all of them must fit into one frame
 HALF_TEXT_BYTES = 1_024  # all the texts of a receipt's half: a thousand receipts must fit into one frame
 
 
@@ -77,6 +79,7 @@ class Store:
         self._residency = residency
         self._context = Context(residency, limits, [TierState(info) for info in tiers])
         self._writes = Writes(self._context, self._changed)
+        self._resets = Resets(self._context, self._writes)
         self._leases = Leases(self._context, self._writes.record, self._writes.remove)
         self._lookups = Lookups(self._context, self._leases, self._learn)
         self._book = ReceiptBook(capacity=limits.receipts, lifetime_ns=limits.receipt_ns)
@@ -187,7 +190,7 @@ class Store:
             session.family = self._residency.register(namespace)
             digest = namespace.digest
         session.greeted = True
-        session.client = request.client[:200]
+        session.client = request.client[:LONGEST_NAME]
         self._context.send(session, Welcome(request.id, session.id, digest))
 
     def _namespace_problem(self, namespace: Namespace, request: Hello) -> tuple[str, str] | None:
@@ -322,6 +325,7 @@ class Store:
             self._lookups.found(job, outcome, now_ns)
         else:
             self._writes.removed(job, outcome)
+            self._resets.removed(job, outcome)
         self._leases.advance(now_ns)
 
     def _changed(self, node: Node, now_ns: int) -> None:
@@ -336,18 +340,17 @@ class Store:
             message = f"no namespace {digest.hex()[:12] or '(empty)'} here; known: {known}"
             self._context.refuse(session, request.id, "KV-206", message, "Run `kvtally stat` to see the namespaces.")
             return
-        self._context.send(session, ResetDone(request.id, self.reset(digest, now_ns)))
+        self.reset(digest, now_ns, partial(self._reset_ended, session, request.id))
 
-    def reset(self, digest: bytes, now_ns: int) -> int:
-        """Forget every object of a namespace; how many there were. Leases stay readable until they are released."""
-        family = self._residency.families[digest]
-        count = family.objects
-        self._writes.reset(family, now_ns)
-        for tier in range(self._residency.tiers):
-            keys = self._residency.forget(family, tier)
-            if keys and tier != ARENA:
-                self._writes.remove(tier, keys)
-        return count
+    def _reset_ended(self, session: Session, request: int, end: ResetEnd) -> None:
+        if end.code:
+            self._context.refuse(session, request, end.code, end.message, end.remedy)
+        else:
+            self._context.send(session, ResetDone(request, end.objects))
+
+    def reset(self, digest: bytes, now_ns: int, on_end: Callable[[ResetEnd], None] = lambda end: None) -> None:
+        """Forget every object of a namespace. `on_end` is called when lower tiers have removed them, or could not."""
+        self._resets.begin(self._residency.families[digest], now_ns, on_end)
 
     def tick(self, now_ns: int) -> int | None:
         next_ns = self._context.alarms.run(now_ns)
@@ -407,7 +410,7 @@ class Store:
             "namespaces": [
                 {
                     "digest": digest.hex(),
-                    "model": family.namespace.model,
+                    "model": family.namespace.model[:LONGEST_NAME],
                     "objects": family.objects,
                     "boundaries": len(family.nodes) - 1,
                     "chunk_tokens": family.namespace.chunk_tokens,

@@ -35,20 +35,22 @@ class Weighing:
         rows = self._residency.presence(family, readable)
         step = max(1, (lease.end_tokens - least.end_tokens) // MOST_OPTIONS)
         options: list[tuple[Hit, Option]] = []
+        backlogs: dict[int, int] = {}
         limit = lease.end_tokens
         while limit > least.end_tokens:
             hit = hit_of(family, request, rows, limit)
             if hit.end_tokens <= least.end_tokens:
                 break
-            load_s = self._load_s(lease, hit, now_ns)
+            load_s = self._load_s(lease, hit, backlogs, now_ns)
             if load_s is None:
                 return []
             options.append((hit, Option(hit.end_tokens, load_s)))
             limit = hit.end_tokens - step
         return [(least, Option(least.end_tokens, 0.0)), *reversed(options)]
 
-    def _load_s(self, lease: Lease, hit: Hit, now_ns: int) -> float | None:
-        """How long until everything that a hit needs is in the arena."""
+    def _load_s(self, lease: Lease, hit: Hit, backlogs: dict[int, int], now_ns: int) -> float | None:
+        """How long until everything that a hit needs is in the arena. `backlogs`, by tier, are the same for all hits of
+        one weighing and take a walk over everything that waits, so each is computed once."""
         missing: dict[int, int] = {}
         for _, node, mask in needs_of(lease.family, lease.request, lease.path, hit):
             for bit in each_bit(mask & ~self._residency.arena_mask(node)):
@@ -61,7 +63,9 @@ class Weighing:
             speed = self._context.tiers[tier - 1].speed.bytes_s if tier else 0.0
             if not speed:
                 return None
-            load_s += (self._planner.backlog_bytes(tier, lease.id) + size_bytes) / speed
+            if tier not in backlogs:
+                backlogs[tier] = self._planner.backlog_bytes(tier, lease.id)
+            load_s += (backlogs[tier] + size_bytes) / speed
         return load_s
 
     def probe(self, lease: Lease, now_ns: int) -> None:

@@ -23,6 +23,8 @@ from kvtally.store.jobs import Outcome, RemoveJob, WriteJob
 from kvtally.store.tiers.base import ObjectRecord
 from kvtally.wire.messages import PutBegin, PutEnd, PutEnded, PutObject, PutSlot, PutSlots, PutStatus
 
+MOST_ATTEMPTS = 5  # at a write for which a tier has no room; before each, twice as much is evicted as before the last
+
 _ANSWERS = {status: PutSlot(status) for status in PutStatus}  # of all that need no slot
 
 
@@ -58,6 +60,7 @@ class Writes:
         self._limbo: dict[int, dict[int, tuple[Piece, ...]]] = {}  # session -> put -> pieces
         self._gone: set[int] = set()  # sessions whose process is gone but whose socket has not closed yet
         self._writing: dict[int, tuple[Node, int, int]] = {}  # WriteJob -> what it copies, and to which tier
+        self._disowned: set[int] = set()  # WriteJobs of what was reset since
 
     # ---- requests
 
@@ -207,6 +210,7 @@ class Writes:
         if put is None or put.session != session.id:
             pieces = self._limbo.get(session.id, {}).pop(number, None)
             if pieces is not None:
+                session.put_bytes -= sum(piece.length for piece in pieces)
                 self._residency.space.free(pieces)
             return None
         del self._puts[number]
@@ -233,6 +237,7 @@ class Writes:
         put = self._take(session, number)
         assert put is not None
         self._limbo.setdefault(session.id, {})[number] = put.pieces
+        session.put_bytes += put.length_bytes  # still its own to write to
         self._residency.end(put.node, put.bit)
         self._on_change(put.node, now_ns)
 
@@ -294,9 +299,11 @@ class Writes:
 
     def _is_too_much(self, tier: TierState, node: Node, bit: int) -> bool:
         size = round_up(self._residency.length_bytes(node, bit))
-        return tier.queued_bytes > 0 and tier.queued_bytes + size > self._context.limits.write_behind_bytes
+        # What is queued is held in the arena, which must not be held by a disk that hangs.
+        most = min(self._context.limits.write_behind_bytes, self._residency.space.capacity_bytes // 4)
+        return tier.queued_bytes > 0 and tier.queued_bytes + size > most
 
-    def _queue_write(self, number: int, node: Node, bit: int, now_ns: int) -> None:
+    def _queue_write(self, number: int, node: Node, bit: int, now_ns: int, *, attempt: int = 0) -> None:
         tier = self._context.tiers[number - 1]
         size = round_up(self._residency.length_bytes(node, bit))
         if not tier.writable(now_ns) or not self._make_room(number, size):
@@ -307,11 +314,12 @@ class Writes:
         if tier.unremoved:
             self.remove(number, ())
         tier.queued_bytes += size
+        tier.write_speed.began(now_ns)
         self._residency.pin(node)
         job = self._context.new_id()
         self._writing[job] = (node, bit, number)
         pieces = self._residency.pieces(node, bit)
-        self._context.jobs.append(WriteJob(id=job, tier=number, record=record, pieces=pieces))
+        self._context.jobs.append(WriteJob(id=job, tier=number, record=record, pieces=pieces, attempt=attempt))
 
     def _catch_up(self, number: int, now_ns: int) -> None:
         """A tier has written something: it takes what was too much for it before."""
@@ -339,18 +347,44 @@ class Writes:
             self.remove(number, keys)
         return True
 
-    def remove(self, number: int, keys: Iterable[ObjectKey]) -> None:
-        """Take objects out of a lower tier, and with them what an earlier removal failed to take out."""
+    def _write_again(self, job: WriteJob, node: Node, bit: int, now_ns: int) -> bool:
+        """The tier's free bytes lie in too many pieces for this object: evict more and try once more. It ends, because
+        attempts are counted and each evicts something."""
+        if job.attempt + 1 >= MOST_ATTEMPTS or not self._is_current(job, node, bit):
+            return False
+        wanted_bytes = round_up(job.record.length_bytes) << job.attempt
+        least_bytes = self._residency.lower_bytes[job.tier] - wanted_bytes
+        evicted: list[ObjectKey] = []
+        while self._residency.lower_bytes[job.tier] > least_bytes:
+            keys = self._residency.evict(job.tier)
+            if not keys:
+                break
+            evicted += keys
+        if evicted:
+            self.remove(job.tier, evicted)
+            self._queue_write(job.tier, node, bit, now_ns, attempt=job.attempt + 1)
+        return bool(evicted)
+
+    def _is_current(self, job: WriteJob, node: Node, bit: int) -> bool:
+        """Whether what a job copies is what the arena holds, not forgotten (reset, quarantine) or saved anew since."""
+        record = job.record
+        is_there = job.id not in self._disowned and self._is_in_arena(node, bit)
+        return is_there and not self._residency.differs(node, bit, record.length_bytes, record.checksum)
+
+    def remove(self, number: int, keys: Iterable[ObjectKey]) -> int:
+        """Take objects out of a lower tier, and with them what an earlier removal failed to take out; the job's id."""
         unremoved = self._context.tiers[number - 1].unremoved
         every = (*unremoved, *keys)
         unremoved.clear()
-        self._context.jobs.append(RemoveJob(id=self._context.new_id(), tier=number, keys=every))
+        job = RemoveJob(id=self._context.new_id(), tier=number, keys=every)
+        self._context.jobs.append(job)
+        return job.id
 
     def removed(self, job: RemoveJob, outcome: Outcome) -> None:
         if outcome.code:
             tier = self._context.tiers[job.tier - 1]
             tier.errors[outcome.code] += 1
-            tier.remove_failed(job.keys)
+            tier.unremoved.update(dict.fromkeys(job.keys))
 
     def record(self, node: Node, bit: int) -> ObjectRecord:
         assert node.parent is not None
@@ -367,12 +401,23 @@ class Writes:
             checksum=self._residency.checksum(node, bit),
         )
 
+    def disown(self, family: Family, number: int) -> list[ObjectKey]:
+        """Objects of a family that are being written to a lower tier, where the caller removes them right after."""
+        writes = self._writing.items()
+        found = [(job, node, bit) for job, (node, bit, tier) in writes if tier == number and node.family is family]
+        self._disowned.update(job for job, _, _ in found)
+        return [family.key(node, bit) for _, node, bit in found]
+
     def written(self, job: WriteJob, outcome: Outcome, now_ns: int) -> None:
         node, bit, _ = self._writing.pop(job.id)
         tier = self._context.tiers[job.tier - 1]
         length = job.record.length_bytes
         tier.queued_bytes -= round_up(length)
-        if outcome.code:
+        tier.write_speed.ended(0 if outcome.code else length, now_ns)
+        # What could not be removed may be what takes the room: then the device is at fault, and to evict more no help.
+        if outcome.is_crowded and not tier.unremoved:
+            tier.dropped += not self._write_again(job, node, bit, now_ns)
+        elif outcome.code:
             tier.errors[outcome.code] += 1
             tier.dropped += 1
             tier.write_failed(now_ns)
@@ -382,14 +427,10 @@ class Writes:
             tier.write_seconds += outcome.seconds
             tier.write_pause_ns = FIRST_PAUSE_NS
             tier.unremoved.pop(job.record.key, None)  # replaced what a removal just before failed to take out
-            if self._is_in_arena(node, bit) and not self._residency.differs(node, bit, length, job.record.checksum):
+            if self._is_current(job, node, bit):
                 self._residency.add(node, bit, job.tier, length, job.record.checksum)
-            elif (
-                node,
-                bit,
-                job.tier,
-            ) not in self._writing.values():  # else a newer copy is on its way and replaces this one
-                # forgotten (reset, quarantine) while the copy was under way
+            elif (node, bit, job.tier) not in self._writing.values():  # else a newer copy is on its way and replaces it
                 self.remove(job.tier, [job.record.key])
+        self._disowned.discard(job.id)
         self._residency.unpin(node)
         self._catch_up(job.tier, now_ns)

@@ -32,7 +32,7 @@ from kvtally.store.context import TierInfo
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, RemoveJob, WriteJob
 from kvtally.store.mover import read_verified
 from kvtally.store.store import Store
-from kvtally.store.tiers.base import Tier
+from kvtally.store.tiers.base import NoRoomError, Tier
 from kvtally.store.tiers.disk import DiskTier
 from kvtally.testing.sim_client import ALIGNMENT, CHUNK, Client
 from kvtally.testing.tiers import MemoryDevice, MemoryTier, Operation
@@ -242,7 +242,7 @@ class Node:
                 for key in job.keys:
                     self.durable.pop(key, None)
         except KVTallyError as error:
-            outcome = Outcome(code=error.code)
+            outcome = Outcome(code=error.code, is_crowded=isinstance(error, NoRoomError))
             if isinstance(job, WriteJob):
                 self.durable.pop(job.record.key, None)
             elif isinstance(job, RemoveJob):  # some of its records may have been written before it failed

@@ -27,7 +27,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     lease_ns: int = 60 * SECOND_NS  # the longest a lease or an open put may live without renewal
     wait_ns: int = 60 * SECOND_NS  # the longest a lookup may wait for pending objects
     staging_bytes: int = 0  # bytes being read from lower tiers at once; 0: a quarter of the arena
-    write_behind_bytes: int = 256 * MIB  # bytes queued, and held, for one lower tier; what is beyond that waits
+    # Bytes queued, and held, for one lower tier, at most a quarter of the arena; what is beyond that waits.
+    write_behind_bytes: int = 256 * MIB
     receipts: int = 16_384
     receipt_ns: int = 600 * SECOND_NS
     ticket_bytes: int = 128

@@ -293,6 +293,8 @@ class Reset(Message, frozen=True, tag="reset"):
 
 
 class ResetDone(Message, frozen=True, tag="reset_done"):
+    """Forgotten, and removed from every tier. `Refused` instead where a tier has not removed it."""
+
     id: int
     objects: int
 

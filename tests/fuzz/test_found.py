@@ -97,6 +97,15 @@ class Node:
         self.store.job_done(self.jobs.pop(0), Outcome(code=code), self.now_ns)
         return self._effects()
 
+    def fail_reads(self, session: int, damaged: list[bytes]) -> None:
+        """Several objects in a row cannot be read, so the tier is left alone; their removals succeed."""
+        for own in damaged:
+            self.ask(session, Lookup(3, own, [64], 64, hold=True))
+        for _ in damaged:
+            self.finish("KV-602")
+        while self.jobs:
+            self.finish()
+
     def _effects(self) -> list[Reply]:
         self.jobs += self.store.take_jobs()
         return [reply for _, reply in self.store.take_outbox()]
@@ -142,11 +151,10 @@ def test_staging_a_lower_boundary_instead_ends_when_the_arena_is_full() -> None:
 
 def test_what_was_staged_while_it_was_being_written_is_kept_once() -> None:
     """The tier could not be read when the put began, and could again before it ended: the slot was leaked."""
-    wanted, damaged = chain(1), chain(2)
-    node = Node(record(PLAIN, wanted, ROOT_CHAIN, 0), record(PLAIN, damaged, ROOT_CHAIN, 0))
+    wanted, damaged = chain(1), [chain(2), chain(3)]
+    node = Node(*[record(PLAIN, own, ROOT_CHAIN, 0) for own in (wanted, *damaged)])
     session = node.connect(PLAIN)
-    node.ask(session, Lookup(3, damaged, [64], 64, hold=True))
-    node.finish("KV-602")
+    node.fail_reads(session, damaged)
     put = node.begin(session, wanted)
     node.now_ns += 2 * SECOND_NS
     node.ask(session, Lookup(4, wanted, [64], 64, hold=True))
@@ -158,18 +166,17 @@ def test_what_was_staged_while_it_was_being_written_is_kept_once() -> None:
 
 def test_bytes_computed_anew_replace_the_copy_in_a_tier_that_came_back() -> None:
     """The index has one checksum for all copies of an object: the old one would have failed it, and been miscounted."""
-    wanted, damaged = chain(1), chain(2)
-    node = Node(record(PLAIN, wanted, ROOT_CHAIN, 0), record(PLAIN, damaged, ROOT_CHAIN, 0))
+    wanted, damaged = chain(1), [chain(2), chain(3)]
+    node = Node(*[record(PLAIN, own, ROOT_CHAIN, 0) for own in (wanted, *damaged)])
     session = node.connect(PLAIN)
-    node.ask(session, Lookup(3, damaged, [64], 64, hold=True))
-    node.finish("KV-602")
+    node.fail_reads(session, damaged)
     put = node.begin(session, wanted)
     node.now_ns += 2 * SECOND_NS
     node.ask(session, PutEnd(5, [(put, 77)]))
     assert [type(job) for job in node.jobs] == [RemoveJob, WriteJob]
     node.finish()
     node.finish()
-    assert node.store.stats(0)["tiers"][0]["used_bytes"] == 2 * GRANULE  # type: ignore[index]
+    assert node.store.stats(0)["tiers"][0]["used_bytes"] == GRANULE  # type: ignore[index]
     node.store.check()
 
 
@@ -295,9 +302,10 @@ def test_namespaces_that_are_empty_and_unused_make_way() -> None:
     hello = Hello(1, PROTOCOL_VERSION, "test", canonical(next(names)))
     third = node.store.connect(shared_memory=True, now_ns=0)
     assert isinstance(node.ask(third, hello)[0], Refused)
-    assert node.ask(gone, Reset(4)) == [ResetDone(4, 1)]
+    replies = node.ask(gone, Reset(4))
     while node.jobs:
-        node.finish()
+        replies += node.finish()
+    assert replies == [ResetDone(4, 1)]
     assert isinstance(node.ask(third, hello)[0], Refused), "somebody is still here"
     node.store.disconnect(gone, 0)
     assert isinstance(node.ask(third, hello)[0], Welcome)
@@ -307,7 +315,7 @@ def test_namespaces_that_are_empty_and_unused_make_way() -> None:
 
 def test_one_incident_is_one_reason_to_pause() -> None:
     """Each of the writes that were queued when the disk failed doubled the pause: a moment cost a minute."""
-    node = Node(granules=32)
+    node = Node(granules=80)
     session = node.connect(PLAIN)
     for number in range(20):
         put = node.begin(session, chain(number))

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtally.config import StoreConfig
+from kvtally.core.keys import ObjectKey
 from kvtally.errors import TierError
 from kvtally.store.metrics import EACH, METRICS, Kind, render, samples
 from kvtally.store.server import StoreServer
@@ -152,6 +153,29 @@ def test_reset_needs_the_token(running: Running) -> None:
 
     answer = request(running, RESET, "POST", Authorization=f"Bearer {TOKEN}")
     assert (answer.status, answer.json()) == (200, {"objects": 1})
+    assert running.stats("namespaces")[0]["objects"] == 0  # type: ignore[index]
+
+
+class FullTier(MemoryTier):
+    """A volume without a byte for the record of a removal."""
+
+    def remove(self, keys: Sequence[ObjectKey]) -> None:
+        if any(key in self.objects for key in keys):
+            raise TierError("the volume is full", remedy="None.", code="KV-601")
+
+
+def test_a_reset_that_a_tier_could_not_carry_out_is_no_success(bench: Bench) -> None:
+    def full(config: StoreConfig) -> list[Tier]:
+        return [FullTier(name="full")]
+
+    running = bench.start(StoreServer(bench.config(admin="127.0.0.1:0", token=TOKEN), open_tiers=full))
+    peer = bench.client()
+    mapping = peer.map()
+    put(peer, mapping, bytes(OBJECT_BYTES))
+    mapping.close()
+    eventually(lambda: running.call(lambda: running.server.hub.stats()["tiers"][0]["writes"]) == 1)  # type: ignore[index]
+    answer = request(running, RESET, "POST", Authorization=f"Bearer {TOKEN}")
+    assert (answer.status, answer.json()["code"]) == (503, "KV-601")
     assert running.stats("namespaces")[0]["objects"] == 0  # type: ignore[index]
 
 

@@ -117,6 +117,27 @@ def test_failing_and_short_reads() -> None:
     assert code_of(lambda: list(tier.recover()), IntegrityError) == "KV-402"
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_recovery_takes_what_opening_has_read(is_damaged: bool) -> None:
+    """A second read that failed left an index without an object above a tier that was full."""
+    device = MemoryDevice()
+    tier = on_memory(device)
+    records = [put(tier, number) for number in range(20)]
+    before_bytes = len(device.journal)
+    device.journal[before_bytes // 2] ^= is_damaged
+    device.reopen()
+    tier = DiskTier(device, CAPACITY_BYTES)
+    assert (len(device.journal) < before_bytes) is is_damaged  # rewritten: everything lies elsewhere in it
+    device.fail(Operation.READ_JOURNAL, errno.EIO, times=None)
+    found = list(tier.recover())
+    assert len(found) == 20 - is_damaged
+    assert all(record in records for record in found)
+    device.heal()
+    assert list(tier.recover()) == found
+    added = put(tier, 40)
+    assert list(tier.recover()) == [*found, added]
+
+
 def test_a_closed_tier_is_a_failing_one(tmp_path: Path) -> None:
     for tier in (open_disk(tmp_path, CAPACITY_BYTES), on_memory(MemoryDevice())):
         record = put(tier, 1)

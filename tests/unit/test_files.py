@@ -114,6 +114,7 @@ def test_a_second_store_is_refused_and_the_first_goes_on(tmp_path: Path) -> None
     [
         ("thesis.tex", b"years of work", ConfigError, "KV-103"),
         ("data", b"not ours", ConfigError, "KV-103"),
+        ("format.json", b"", ConfigError, "KV-103"),
         ("format.json", b"{}", ConfigError, "KV-103"),
         ("format.json", b"\xff\x00 not json", ConfigError, "KV-103"),
         ("format.json", b'{"kvtally_disk":1,"granule_bytes":4096,"id":-5}', ConfigError, "KV-103"),
@@ -169,6 +170,50 @@ def test_a_directory_left_while_it_was_set_up_or_a_new_volume(tmp_path: Path) ->
     put(tier, 1)
     tier.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "format.json", "journal", "lock", "lost+found"]
+
+
+def test_a_new_format_is_on_the_device_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renamed and not synced, a power loss left an empty format.json, and the store refused to start."""
+    calls: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def watched_fsync(fd: int) -> None:
+        calls.append(f"sync {os.path.basename(os.readlink(f'/proc/self/fd/{fd}'))}")
+        fsync(fd)
+
+    def watched_rename(path: Path, target: Path) -> Path:
+        calls.append(f"rename {path.name} to {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(Path, "rename", watched_rename)
+    open_disk(tmp_path / "disk", CAPACITY_BYTES).close()
+    assert calls == ["sync format.json.new", "rename format.json.new to format.json", "sync disk"]
+
+
+@pytest.mark.parametrize("content", [b"", bytes(57)], ids=["empty", "zeros"])
+def test_a_format_that_a_power_loss_left_blank(tmp_path: Path, content: bytes) -> None:
+    tier = open_disk(tmp_path, CAPACITY_BYTES)
+    for number in range(20):
+        put(tier, number)
+    tier.close()
+    (tmp_path / "format.json").write_bytes(content)
+    tier = open_disk(tmp_path, CAPACITY_BYTES)
+    assert (numbers(tier), tier.counters.used_bytes) == ([], 0)
+    record = put(tier, 30)
+    tier.close()
+    tier = open_disk(tmp_path, CAPACITY_BYTES)
+    assert numbers(tier) == [30]
+    assert verifies(tier, record)
+    tier.close()
+
+
+def test_a_blank_format_among_the_files_of_others(tmp_path: Path) -> None:
+    for name in ("format.json", "lock", "thesis.tex"):
+        (tmp_path / name).write_bytes(b"")
+    before = snapshot(tmp_path)
+    assert code_of(lambda: open_disk(tmp_path, CAPACITY_BYTES), ConfigError) == "KV-103"
+    assert snapshot(tmp_path) == before
 
 
 def test_a_journal_that_cannot_be_read_at_start(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from kvtally.core.space import Piece
 from kvtally.store.arena import Arena
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, RemoveJob, WriteJob
 from kvtally.store.mover import Batch, Mover
-from kvtally.store.tiers.base import ObjectRecord
+from kvtally.store.tiers.base import NoRoomError, ObjectRecord
 from kvtally.testing.tiers import MemoryTier, sample_record
 from kvtally.wire.limits import MIB
 
@@ -250,3 +250,15 @@ def test_stop_drops_what_is_queued_and_reports_a_hung_device(arena: Arena) -> No
     release.set()
     assert mover.stop(10)
     assert len(tier.inner.objects) == 1
+
+
+def test_a_tier_without_room_says_so_and_nothing_is_logged(
+    tier: WatchedTier, loop: Loop, mover: Mover, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_room(operation: str) -> None:
+        raise NoRoomError("no room", remedy="Evict first.")
+
+    tier.before = no_room
+    mover.submit([WriteJob(id=1, tier=TIER, record=sample_record(1, bytes(9)), pieces=(Piece(0, 9),))])
+    outcome = loop.outcomes(1)[1]
+    assert (outcome.code, outcome.is_crowded, caplog.records) == ("KV-601", True, [])

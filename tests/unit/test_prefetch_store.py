@@ -16,6 +16,7 @@ import pytest
 from kvtally.client import Miss, StoreClient
 from kvtally.core.keys import ROOT_CHAIN, chain_value
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace, canonical
+from kvtally.core.prefetch import Planner
 from kvtally.store.context import TierInfo
 from kvtally.store.jobs import Outcome, ReadJob
 from kvtally.store.store import Store
@@ -252,6 +253,23 @@ def test_the_estimates_are_told_and_what_is_fast_enough_is_loaded() -> None:
     assert isinstance(staged, Staged)
     assert (staged.end_tokens, staged.left_tokens, staged.reason) == (256, 0, "")
     assert (round(staged.load_ms), round(staged.compute_ms)) == (4, 256)
+
+
+def test_what_waits_is_walked_over_once_for_each_tier_and_weighing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each boundary that could be promised: with thousands of objects waiting the loop stood still."""
+    node = Node({1: (1, 20), 2: (1, 20)}, granules=256)
+    walks: list[tuple[int, int]] = []
+    backlog_bytes = Planner.backlog_bytes
+
+    def counted(planner: Planner[Any], tier: int, wish: int) -> int:
+        walks.append((tier, wish))
+        return backlog_bytes(planner, tier, wish)
+
+    monkeypatch.setattr(Planner, "backlog_bytes", counted)
+    node.lookup(1)
+    node.land()  # the tier's speed is known now
+    found = node.lookup(2, prefill_tokens_s=1)
+    assert walks == [(1, found.lease)]
 
 
 def test_while_nobody_waits_even_a_slow_tier_is_worth_reading() -> None:

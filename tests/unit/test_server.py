@@ -383,6 +383,37 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return cert, key
 
 
+@pytest.mark.parametrize("loop_factory", LOOPS)
+def test_silent_strangers_are_counted_before_tls_has_shaken_hands(
+    bench: Bench, certificate: tuple[Path, Path], loop_factory: LoopFactory
+) -> None:
+    """They were not, so that whoever said nothing at all could take every descriptor."""
+    cert, key = certificate
+    config = bench.config(tcp="127.0.0.1:0", token=TOKEN, tls_cert=str(cert), tls_key=str(key))
+    running = bench.start(StoreServer(config, hello_timeout_s=0.5), loop_factory=loop_factory)
+    strangers = [bench.connect_tcp(running) for _ in range(64)]
+    eventually(lambda: len(running.strangers()) == 64)
+    assert bench.connect_tcp(running).is_closed()  # at once, without a word that is not TLS
+    strangers.pop().close()  # who leaves makes room
+    eventually(lambda: len(running.strangers()) < 64)
+    bench.client()
+    assert all(stranger.is_closed() for stranger in strangers)
+    eventually(lambda: running.strangers() == [])
+    peer = bench.connect_tls(running, ssl.create_default_context(cafile=str(cert)))
+    assert isinstance(peer.hello(proof=proof(TOKEN, peer.greet().nonce)), Welcome)
+    assert running.stats("server", "ended") == {"KV-301": 1}
+
+
+def test_stopping_does_not_wait_for_a_handshake(bench: Bench, certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    running = bench.start(tcp="127.0.0.1:0", token=TOKEN, tls_cert=str(cert), tls_key=str(key))
+    bench.connect_tcp(running)
+    eventually(lambda: len(running.strangers()) == 1)
+    begun = time.monotonic()
+    running.stop()
+    assert time.monotonic() - begun < 3
+
+
 def test_tcp_with_tls(bench: Bench, certificate: tuple[Path, Path]) -> None:
     cert, key = certificate
     running = bench.start(tcp="127.0.0.1:0", token=TOKEN, tls_cert=str(cert), tls_key=str(key))

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvtally.config import StoreConfig
-from kvtally.errors import ConfigError
+from kvtally.errors import ConfigError, TierError
 from kvtally.shm import Mapping
 from kvtally.store import server
 from kvtally.store.server import StoreServer, new_event_loop
@@ -218,6 +218,24 @@ def test_stopping_does_not_wait_for_a_hung_device(bench: Bench, monkeypatch: pyt
     assert time.monotonic() - begun < 5
     assert not tier.is_closed  # a thread is still inside
     tier.let_through.set()
+
+
+class LosingTier(SlowTier):
+    """A device that fails in the last sync."""
+
+    def close(self) -> None:
+        super().close()
+        raise TierError("the device is gone", remedy="None.", code="KV-602")
+
+
+def test_a_tier_that_cannot_be_closed_does_not_keep_the_store_from_ending(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers = [LosingTier(), LosingTier()]
+    running = bench.start(StoreServer(bench.config(), open_tiers=lambda config: tiers))
+    running.stop()
+    assert all(tier.is_closed for tier in tiers)
+    assert caplog.text.count("was not closed in order: the device is gone [KV-602]") == 2
 
 
 def start_process(path: str) -> subprocess.Popen[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from kvtally.core.keys import ROOT_CHAIN, chain_values, chunk_ends, token_bytes
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace, canonical
@@ -11,6 +12,7 @@ from kvtally.store.context import TierInfo
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, RemoveJob, WriteJob
 from kvtally.store.store import Store
 from kvtally.store.tiers.base import ObjectRecord
+from kvtally.wire.frames import encode
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import (
     PROTOCOL_VERSION,
@@ -34,6 +36,7 @@ from kvtally.wire.messages import (
     Slots,
     SlotsGet,
     Staged,
+    Stats,
     Welcome,
 )
 
@@ -197,6 +200,25 @@ def test_expired_put_is_rejected_and_freed_by_its_own_late_end() -> None:
     assert node.store.stats(0)["arena"]["used_bytes"] == 0  # type: ignore[index]
 
 
+def test_slots_in_limbo_are_part_of_a_clients_half() -> None:
+    """A client that lets its writes expire again and again took the whole arena, half by half."""
+    node = Node(arena_bytes=16 * 4096)
+    other = node.join()
+
+    def begin(first: int, session: int | None = None) -> PutSlots:
+        items = [PutObject(bytes([1 + first + n]) * 32, ROOT_CHAIN, 0, 256, 0, 0, 4096) for n in range(16)]
+        return node.ask(PutBegin(2, items), session)  # type: ignore[no-any-return]
+
+    slots = begin(0).slots
+    assert [slot.status for slot in slots] == [PutStatus.WRITE] * 8 + [PutStatus.FULL] * 8
+    node.advance(61)
+    assert node.store.stats(0)["arena"]["limbo_bytes"] == 8 * 4096  # type: ignore[index]
+    assert {slot.status for slot in begin(16).slots} == {PutStatus.FULL}
+    assert [slot.status for slot in begin(32, other).slots].count(PutStatus.WRITE) == 8
+    node.ask(PutEnd(3, abort=[slot.put for slot in slots[:3]]))  # three of them are done after all
+    assert [slot.status for slot in begin(48).slots].count(PutStatus.WRITE) == 3
+
+
 def test_lease_pins_and_expires() -> None:
     node = Node(arena_bytes=8 * 4096)
     node.save(0, 0)
@@ -229,10 +251,10 @@ DISK = TierInfo(name="disk", capacity_bytes=1 << 20)
 
 def test_write_behind_then_stage_from_disk() -> None:
     node = Node(tiers=(DISK,), arena_bytes=3 * 4096, limits=Limits(staging_bytes=1 << 20))
-    node.save(0, 0)
-    node.save(0, 1)
-    assert [type(job) for job in node.jobs] == [WriteJob, WriteJob]
-    node.finish()
+    for group in range(2):
+        node.save(0, group)
+        assert [type(job) for job in node.jobs] == [WriteJob]
+        node.finish()
     node.save(1, 1)  # evicts the first node from the arena
     node.finish()
     found = node.lookup(hold=True, slots=True)
@@ -251,11 +273,9 @@ def test_write_behind_then_stage_from_disk() -> None:
 @pytest.mark.parametrize(("code", "reason", "left"), [("KV-401", "checksum", 0), ("KV-602", "staging_failed", 1)])
 def test_failed_staging_is_a_counted_miss(code: str, reason: str, left: int) -> None:
     node = Node(tiers=(DISK,), arena_bytes=3 * 4096, limits=Limits(staging_bytes=1 << 20))
-    node.save(0, 0)
-    node.save(0, 1)
-    node.finish()
-    node.save(1, 1)
-    node.finish()
+    for index, group in ((0, 0), (0, 1), (1, 1)):
+        node.save(index, group)
+        node.finish()
     node.lookup(hold=True)
     first, second = node.jobs
     node.store.job_done(first, Outcome(), node.now_ns)
@@ -271,13 +291,9 @@ def test_failed_staging_is_a_counted_miss(code: str, reason: str, left: int) -> 
 
 def test_after_a_failure_a_lower_boundary_is_staged_instead() -> None:
     node = Node(tiers=(DISK,), arena_bytes=6 * 4096, limits=Limits(staging_bytes=1 << 20))
-    for index in (0, 1):
-        node.save(index, 0)
-        node.save(index, 1)
+    for index, group in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 1), (3, 1)):
+        node.save(index, group)
         node.finish()
-    node.save(2, 1)
-    node.save(3, 1)
-    node.finish()
     for lost in range(3):  # push everything of the first two boundaries out of the arena
         item = PutObject(bytes([1 + lost]) * 32, ROOT_CHAIN, 0, 256, 1, 0, 5000)
         node.ask(PutEnd(3, [(node.ask(PutBegin(2, [item])).slots[0].put, 7)]))
@@ -431,8 +447,10 @@ def test_reset_forgets_but_leases_stay_readable() -> None:
     node.save(0, 1)
     node.finish()
     held = node.lookup(hold=True)
-    assert node.ask(Reset(8)) == ResetDone(8, 2)
+    assert node.ask(Reset(8)) is None  # not before the disk has removed them
     assert node.lookup().end_tokens == 0
+    node.finish()
+    assert node.reply() == ResetDone(8, 2)
     assert node.store.stats(0)["arena"]["used_bytes"] > 0  # type: ignore[index]
     node.ask(Release(9, [held.lease]))
     assert node.store.stats(0)["arena"]["used_bytes"] == 0  # type: ignore[index]
@@ -460,6 +478,37 @@ def test_hello_refusals_say_what_differs() -> None:
     assert "chunk_tokens: 512 here, 256 there" in reply.message
     assert node.ask(Hello(1, 99, "x"), session).code == "KV-201"
     assert node.ask(Hello(1, PROTOCOL_VERSION, "x", b"{}"), session).code == "KV-202"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"chunk_tokens":256', f'"chunk_tokens":{2**70}'),
+        ('"alignment_tokens":16', f'"alignment_tokens":{2**32}'),
+        ('"tensor_parallel":1', f'"tensor_parallel":{2**64}'),
+        ('"format_version":1', f'"format_version":{-(2**70)}'),
+        ('"block_tokens":16', f'"block_tokens":{2**64}'),
+        ('"page_bytes":[[256]]', f'"page_bytes":[[{2**64}]]'),
+        ('"window_tokens":0', f'"window_tokens":{-(2**70)}'),
+        ('"chunk_tokens":256', f'"chunk_tokens":{"9" * 5000}'),
+    ],
+)
+def test_numbers_that_no_reply_can_hold_are_refused(old: str, new: str) -> None:
+    """One such namespace, and nobody got the store's stats any more."""
+    node = Node()
+    description = canonical(HYBRID).decode()
+    assert old in description
+    session = node.store.connect(shared_memory=True, now_ns=0)
+    reply = node.ask(Hello(1, PROTOCOL_VERSION, "x", description.replace(old, new, 1).encode()), session)
+    assert isinstance(reply, Refused)
+    assert reply.code == "KV-202"
+    encode(Stats(1, node.store.stats(0)))
+
+
+def test_a_long_name_is_cut_in_stats() -> None:
+    node = Node()
+    node.join(structs.replace(HYBRID, model="m" * 5_000_000))
+    assert len(encode(Stats(1, node.store.stats(0)))) < 10_000
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ import msgspec
 
 from kvtally.core.keys import ObjectKey
 from kvtally.core.namespace import Namespace
+from kvtally.errors import TierError
 
 
 class ObjectRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +46,12 @@ class ObjectRecord(msgspec.Struct, frozen=True, kw_only=True):
         return ObjectKey(self.namespace.digest, self.chain, self.group, self.rank)
 
 
+class NoRoomError(TierError):
+    """No place for an object among those a tier holds, whatever its device has free: to take others out helps."""
+
+    default_code = "KV-601"
+
+
 class Tier(Protocol):
     """See the module docstring for threading. Every failure is a `TierError` (code KV-6xx) or an `IntegrityError`."""
 
@@ -58,7 +65,8 @@ class Tier(Protocol):
     def write(self, record: ObjectRecord, source: Sequence[memoryview]) -> None:
         """Keep the concatenation of `source` under `record.key`, replacing what was there: all of it or nothing.
 
-        Raises TierError KV-601 when there is no room, KV-602 when the device cannot be written.
+        Raises NoRoomError where the tier's own bounds leave no room, TierError KV-601 when the device is full, KV-602
+        when it cannot be written.
         """
 
     def read(self, record: ObjectRecord, target: Sequence[memoryview], landed: Callable[[memoryview], None]) -> None:

@@ -35,6 +35,7 @@ from kvtally.store.tiers.disk import READ_STEP_BYTES, DiskTier, impossible_size
 FORMAT_VERSION = 1  # of the directory, the data file and the journal
 IOVEC_MAX = 1024
 CLOSED = -1  # a file descriptor that the kernel itself refuses (EBADF)
+FILES = frozenset({"lock", "format.json", "format.json.new", "data", "journal", "journal.new"})
 PAGE_BYTES = 4096  # of the page cache; direct reads must be multiples of it, no device asks for more
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
@@ -67,14 +68,21 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_format(directory: Path) -> Format | None:
-    """What `directory` says it is; None where it is absent, empty, or was left while being set up. Changes nothing."""
+    """What `directory` says it is; None where it is absent, empty, or was left while being set up. Changes nothing.
+
+    A blank format.json is what a power loss can leave of one that was never synced. What else such a directory holds is
+    lost with the id: under a new one no record of its journal verifies.
+    """
     names = set(os.listdir(directory)) if directory.exists() else set()
     if "format.json" not in names:
         if names - {"lock", "format.json.new", "lost+found"}:  # an empty volume of its own has a lost+found
             raise _unusable(directory, "it holds files that are not a store's")
         return None
+    content = (directory / "format.json").read_bytes()
+    if not content.strip(b"\0") and "lock" in names and names <= FILES | {"lost+found"}:
+        return None
     try:
-        found = msgspec.json.decode((directory / "format.json").read_bytes(), type=Format)
+        found = msgspec.json.decode(content, type=Format)
     except msgspec.DecodeError as error:
         raise _unusable(directory, f"its format.json cannot be read: {error}") from error
     if (found.kvtally_disk, found.granule_bytes) != (FORMAT_VERSION, GRANULE_BYTES):
@@ -215,9 +223,15 @@ class FileDevice:
 
     def _write_format(self) -> Format:
         made = Format(kvtally_disk=FORMAT_VERSION, granule_bytes=GRANULE_BYTES, id=secrets.randbits(63))
-        temporary = self._directory / "format.json.new"
-        temporary.write_bytes(msgspec.json.encode(made) + b"\n")
-        temporary.rename(self._directory / "format.json")
+        fd = self._open("format.json.new", os.O_TRUNC)
+        try:
+            _write_all(fd, [memoryview(msgspec.json.encode(made) + b"\n")], 0)
+            os.fsync(fd)  # once in a directory's life; without it a power loss could leave an empty file in its place
+        finally:
+            os.close(fd)
+        (self._directory / "format.json.new").rename(self._directory / "format.json")
+        with suppress(OSError):  # a file system that does not sync directories
+            _sync_directory(self._directory)
         return made
 
     def _open(self, name: str, flags: int = 0) -> int:
@@ -228,6 +242,14 @@ class FileDevice:
         for name, opened in self._opened.items():
             if not os.path.samestat(os.stat(os.path.join(self._directory, name)), opened):
                 raise FileNotFoundError(errno.ENOENT, "replaced by another file", name)
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _write_all(fd: int, views: Sequence[memoryview], offset: int) -> None:
