@@ -187,7 +187,7 @@ class Settings:
 
     def connector(self) -> ConnectorConfig:
         return ConnectorConfig(
-            store=self._path("connector.store") or self.socket(),
+            store=self._local_store() or self.socket(),
             autostart=self._switch("connector.autostart", default=True),
             wait_ms=self._number("connector.wait_ms", default=2000, most=600_000),
             prefetch=self._switch("connector.prefetch", default=True),
@@ -368,6 +368,18 @@ class Settings:
         given = self._given.get(key)
         text = _text(key, given) if given else ""
         return os.path.abspath(given.base / os.path.expanduser(text)) if given and text else ""
+
+    def _local_store(self) -> str:
+        """Engines use shared memory: their store's socket is a path, with or without `unix:`."""
+        given = self._given.get("connector.store")
+        text = _text("connector.store", given) if given else ""
+        if given and "://" in text:
+            raise _wrong(
+                f"{_told('connector.store', given)} is not a path",
+                "Engines share memory with a store on their own machine: give its socket, unix:/path or /path.",
+            )
+        path = os.path.expanduser(text.removeprefix("unix:"))
+        return os.path.abspath(given.base / path) if given and path else ""
 
     def _readable_path(self, key: str) -> str:
         path = self._path(key)

@@ -17,6 +17,7 @@ import ctypes
 import errno
 import mmap
 import os
+import random
 import select
 import socket
 import ssl
@@ -51,7 +52,7 @@ class Endpoint:
     """Where a store is, and what it takes to be let in."""
 
     address: str  # as it was given, for people
-    targets: tuple[tuple[socket.AddressFamily, str | tuple[object, ...]], ...]  # tried in this order
+    targets: tuple[tuple[socket.AddressFamily, str | tuple[object, ...]], ...]
     token: str = field(default="", repr=False)
     tls: ssl.SSLContext | None = None
     host: str = ""
@@ -222,7 +223,8 @@ class Connection:
 def _connect(endpoint: Endpoint) -> socket.socket:
     """A socket that is connected or connecting to the first target that does not refuse at once."""
     code = 0
-    for family, target in endpoint.targets:
+    # In any order: of several addresses one may be dead, which shows only later; the next try must differ.
+    for family, target in random.sample(endpoint.targets, len(endpoint.targets)):
         candidate = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         code = candidate.connect_ex(target)
         if code in (0, errno.EINPROGRESS):

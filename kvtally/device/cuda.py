@@ -99,6 +99,7 @@ class Twins:
         self.there = torch.empty(size, dtype=torch.int64, device=self._device)
         self.numbers = self.here.numpy()
         self.here_at, self.there_at = self.here.data_ptr(), self.there.data_ptr()
+        torch.cuda.synchronize(self._device)  # kernels that are queued may still read what the engine had there before
 
 
 class Stage:
@@ -235,13 +236,6 @@ class CudaCopies:
     def close(self) -> None:
         self.pin(None)
 
-    def _host(self, piece: memoryview, *, writable: bool) -> torch.Tensor:
-        """Bytes of a slot as a tensor, wherever they are."""
-        if self._arena is not None and (offset := self._arena.offset(piece)) is not None:
-            return self._arena.bytes[offset : offset + piece.nbytes]
-        array = np.frombuffer(piece, dtype=np.uint8)  # of a store that is gone, or of a test
-        return torch.from_numpy(array if writable else array.copy())
-
     # ---- transfers
 
     def fence(self) -> torch.cuda.Event:
@@ -262,6 +256,7 @@ class CudaCopies:
         checksums: Checksums = []
         queued: deque[Batch] = deque()
         batch: Batch | None = None  # that takes more; the last of `queued`
+        torch.cuda.set_device(self._device)  # of this thread: else torch makes itself a context on the first GPU, too
         try:
             for index, move in enumerate(moves):
                 length = self._checked_length(move, memory, is_whole=lane is self._out)
@@ -316,18 +311,27 @@ class CudaCopies:
         """The bytes of an object between its slot and the stage, on the bus. What is not pinned is left to torch, which
         waits for it, but lets others have the interpreter."""
         self._driver.enter()
-        is_load, at = lane is self._in, part.start
+        is_load, at, arena = lane is self._in, part.start, self._arena
         for piece in part.move.pieces:
-            pinned = self._arena.pinned(piece) if self._arena is not None else []
-            for address, length in pinned:
-                target, source = (stage.address + at, address) if is_load else (address, stage.address + at)
-                self._driver.copy(target, source, length, lane.bus.cuda_stream)
+            places = arena.places(piece) if arena is not None else []
+            for offset, length, is_pinned in places:
+                assert arena is not None
+                if is_pinned:
+                    here, there = arena.mapping.address + offset, stage.address + at
+                    target, source = (there, here) if is_load else (here, there)
+                    self._driver.copy(target, source, length, lane.bus.cuda_stream)
+                else:
+                    self._cross_slowly(lane, stage.buffer[at : at + length], arena.bytes[offset : offset + length])
                 at += length
-            if not pinned:
-                place, slot = stage.buffer[at : at + piece.nbytes], self._host(piece, writable=not is_load)
-                with torch.cuda.stream(lane.bus):
-                    place.copy_(slot, non_blocking=True) if is_load else slot.copy_(place, non_blocking=True)
+            if not places:  # of a store that is gone, or of a test
+                array = np.frombuffer(piece, dtype=np.uint8)
+                slot = torch.from_numpy(array.copy() if is_load else array)
+                self._cross_slowly(lane, stage.buffer[at : at + piece.nbytes], slot)
                 at += piece.nbytes
+
+    def _cross_slowly(self, lane: Lane, place: torch.Tensor, slot: torch.Tensor) -> None:
+        with torch.cuda.stream(lane.bus):
+            place.copy_(slot, non_blocking=True) if lane is self._in else slot.copy_(place, non_blocking=True)
 
     def _queue(self, lane: Lane, memory: torch.Tensor, batch: Batch) -> None:
         """All that is left to do for a batch."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,14 @@ log = logging.getLogger("kvtally.device")
 
 PIECE_BYTES = 1 << 30
 TELL_EVERY_S = 5.0
+
+
+class Place(NamedTuple):
+    """Bytes of the arena within one registration."""
+
+    offset: int
+    length: int
+    is_pinned: bool
 
 
 class PinnedArena:
@@ -41,16 +50,16 @@ class PinnedArena:
         offset = address_of(piece) - self.mapping.address
         return offset if 0 <= offset <= self.mapping.size_bytes - piece.nbytes else None
 
-    def pinned(self, piece: memoryview) -> list[tuple[int, int]]:
-        """Addresses and lengths that may each be copied at once: a copy must not reach over the border of two
-        registrations. Nothing where not all of it is pinned."""
+    def places(self, piece: memoryview) -> list[Place]:
+        """Where a slot's bytes lie, in parts that may each be copied at once: no copy may reach from one registration
+        into the next, or into what is not registered. None: not in the arena."""
         start, length = self.offset(piece), piece.nbytes
-        if start is None or start + length > self._pinned_bytes:
+        if start is None:
             return []
         found = []
         while length:
             part = min(length, PIECE_BYTES - start % PIECE_BYTES)
-            found.append((self.mapping.address + start, part))
+            found.append(Place(start, part, is_pinned=start + part <= self._pinned_bytes))
             start, length = start + part, length - part
         return found
 

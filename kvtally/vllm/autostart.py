@@ -13,6 +13,7 @@ import time
 
 from kvtally.client import Miss, StoreClient
 from kvtally.config import ConnectorConfig
+from kvtally.errors import IncompatibleError
 
 log = logging.getLogger("kvtally.vllm")
 
@@ -22,7 +23,10 @@ START_S = 20.0
 def ensure_store(settings: ConnectorConfig) -> str:
     """The address of a store, started if need be. If none comes up the engine runs on without reuse."""
     address = settings.store
-    if _answers(address, 0.5) or not settings.autostart:
+    problem = _problem(address, 0.5)
+    if isinstance(problem, IncompatibleError):  # it is there, and another would not get its place
+        log.error("kvtally: running without reuse: %s", problem)
+    if not isinstance(problem, Miss) or not settings.autostart:
         return address
     log.warning("kvtally: no store at %s, starting one", address)
     subprocess.Popen(
@@ -34,13 +38,15 @@ def ensure_store(settings: ConnectorConfig) -> str:
     )
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        if _answers(address, 1.0):
+        if _problem(address, 1.0) is None:
             return address
         time.sleep(0.1)
     log.error("kvtally: no store came up at %s within %d s; running without reuse until one does", address, START_S)
     return address
 
 
-def _answers(address: str, timeout_s: float) -> bool:
+def _problem(address: str, timeout_s: float) -> Miss | IncompatibleError | None:
+    """What keeps a store from being used: it does not want us, or is not there."""
     with StoreClient(address, name="vllm start") as client:
-        return not isinstance(client.connect(timeout_s), Miss)
+        connected = client.connect(timeout_s)
+        return (client.refusal or connected) if isinstance(connected, Miss) else None

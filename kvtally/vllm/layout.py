@@ -27,6 +27,7 @@ from kvtally.core.geometry import GroupLayout, LayerView
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace, chunk_tokens
 from kvtally.errors import IncompatibleError
 from kvtally.vllm.identity import is_length_decisive, override_digest
+from kvtally.wire.limits import Limits
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,7 +69,7 @@ def engine_layout(config: VllmConfig, cache: KVCacheConfig, *, model: str) -> En
     if not alignment:
         raise refusal("vLLM resolved no alignment for prefix hits", "Enable prefix caching.")
     groups = tuple(_group(cache, group_id) for group_id in group_ids)
-    chunk = chunk_tokens(alignment)
+    chunk = _chunk_tokens(groups, alignment)
     if any(chunk % spec.block_tokens for spec in groups if spec.kind is not GroupKind.RECURRENT):
         sizes = ", ".join(str(spec.block_tokens) for spec in groups)
         raise refusal(f"block sizes {sizes} do not fit into chunks of {chunk} tokens", "Set block_size explicitly.")
@@ -85,6 +86,27 @@ def engine_layout(config: VllmConfig, cache: KVCacheConfig, *, model: str) -> En
     )
     names = tuple(tuple(cache.kv_cache_groups[group_id].layer_names) for group_id in group_ids)
     return EngineLayout(namespace, group_ids, names, _scheduler_block_tokens(groups))
+
+
+def _chunk_tokens(groups: tuple[GroupSpec, ...], alignment: int) -> int:
+    """About 256; fewer where so many would be an object that no store takes."""
+
+    def largest_bytes(chunk: int) -> int:
+        return max(
+            spec.block_bytes() * (1 if spec.kind is GroupKind.RECURRENT else -(-chunk // spec.block_tokens))
+            for spec in groups
+        )
+
+    most_bytes = Limits().object_bytes
+    chunk = chunk_tokens(alignment)
+    while largest_bytes(chunk) > most_bytes and chunk % (2 * alignment) == 0:
+        chunk //= 2
+    if largest_bytes(chunk) > most_bytes:
+        raise refusal(
+            f"{chunk} tokens have {largest_bytes(chunk)} bytes of KV on one rank; objects have at most {most_bytes}",
+            "Use more tensor parallelism, a smaller block size or an 8-bit KV cache.",
+        )
+    return chunk
 
 
 def _model_detail(config: VllmConfig) -> dict[str, str]:

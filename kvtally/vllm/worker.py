@@ -96,6 +96,7 @@ class WorkerHalf:
         self._unfinished = 0  # jobs given and not done
         self._results = Results()
         self._has_told = False  # of a load that has ended, the last time
+        self._was_refused = False  # a save, and that was said
         self._thread = threading.Thread(target=self._run, name="kvtally-worker", daemon=True)
 
     def register(self, layouts: list[GroupLayout], memory: object, device: Device[Any, Any]) -> None:
@@ -312,6 +313,9 @@ class WorkerHalf:
     def _save_all(self, client: StoreClient, job: SaveJob, fence: Any) -> Generator[float, None, Saved]:
         puts = yield from _answer(client, client.put_begin([self._object(item) for item in job.items]))
         if isinstance(puts, Miss):
+            if puts.reason == MissReason.REFUSED and not self._was_refused:
+                self._was_refused = True
+                log.warning("kvtally: the store refuses what is to be saved: %s", puts.detail)
             return Saved(lost=puts.reason)
         is_whole = all(put.status in (PutStatus.WRITE, PutStatus.PRESENT) for put in puts)
         lost = MissReason.ARENA_FULL if any(put.status is PutStatus.FULL for put in puts) else ""
@@ -319,7 +323,13 @@ class WorkerHalf:
         if not given:
             return Saved(0, is_whole, lost)
         moves = (Move(self._layouts[item.group], item.block_ids, put.pieces, put.seed) for put, item in given)
-        checksums = yield from _unhurried(self._device.save(self._memory, moves, fence))
+        is_copied = False
+        try:
+            checksums = yield from _unhurried(self._device.save(self._memory, moves, fence))
+            is_copied = True
+        finally:
+            if not is_copied:  # nothing writes there any more; else the store keeps the slots for as long as we live
+                client.put_end(abort=[put for put, _ in given])
         commit = [(put, checksum) for (put, _), checksum in zip(given, checksums, strict=True) if checksum is not None]
         ended = yield from _answer(client, client.put_end(commit=commit))
         if isinstance(ended, Miss):

@@ -174,3 +174,56 @@ def test_an_idle_engine_hears_of_a_load_before_it_waits_for_what_else_is_under_w
     begun = time.monotonic()
     scene.worker.collect(0.2)
     assert time.monotonic() - begun > 0.1  # now it does wait
+
+
+# ---- saves
+
+
+class Failing:
+    """A device whose saves fail, once they have begun."""
+
+    pin, fence, load = staticmethod(cpu.pin), staticmethod(cpu.fence), staticmethod(cpu.load)
+    is_well = False
+
+    def save(self, memory: Any, moves: Any, after: Any) -> Any:
+        yield 0.0
+        if not self.is_well:
+            raise RuntimeError("the bus is on fire")
+        return (yield from cpu.save(memory, moves, after))
+
+
+def test_slots_of_a_save_that_failed_are_given_back(scene: Scene) -> None:
+    from kvtally.vllm.meta import SaveItem, SaveJob
+
+    device: Any = Failing()
+    scene.worker._device = device
+
+    def save(number: int) -> Any:
+        item = SaveItem(bytes([number]) * 32, bytes(32), 0, CHUNK, 0, TABLE[:4])
+        scene.worker.save([SaveJob(number, [item])])
+        for _ in range(200):
+            results = scene.worker.collect(0.05)
+            if results.saved:
+                return results
+        raise AssertionError("a save did not end")
+
+    assert save(1).lost
+    device.is_well = True
+    assert save(2).stored
+    stats = scene.scheduler.stats().wait()
+    assert not isinstance(stats, Miss)
+    writes = stats.stats["puts"]
+    assert isinstance(writes, dict)
+    assert writes["aborted"] == 1
+
+
+def test_what_the_store_refuses_is_said_once(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    from kvtally.vllm.meta import SaveItem, SaveJob
+
+    item = SaveItem(bytes(31), bytes(32), 0, CHUNK, 0, TABLE[:4])  # no chain value
+    for number in (1, 2):
+        scene.worker.save([SaveJob(number, [item])])
+        eventually(lambda: bool(scene.worker.collect(0.05).saved))
+    said = [record.getMessage() for record in caplog.records if "refuses" in record.getMessage()]
+    assert len(said) == 1
+    assert "malformed boundary" in said[0]

@@ -18,9 +18,12 @@ import pytest
 
 from kvtally import link as link_module
 from kvtally.client import Miss, StoreClient
+from kvtally.config import load
 from kvtally.connection import endpoint
 from kvtally.core.keys import CHAIN_BYTES
 from kvtally.errors import ConfigError
+from kvtally.machine import free_ports
+from kvtally.vllm.autostart import ensure_store
 from kvtally.wire.auth import proof
 from kvtally.wire.frames import encode
 from kvtally.wire.limits import Limits
@@ -329,6 +332,27 @@ def test_an_arena_smaller_than_announced_is_not_mapped(world: World) -> None:
     store = world.store()
     os.ftruncate(store.arena, 4096)
     assert "4096" in missed(world.client().ping().wait(), MissReason.STORE_UNREACHABLE)
+
+
+def test_an_engine_starts_at_once_beside_a_store_of_another_version(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = world.store()
+    store.protocol = PROTOCOL_VERSION + 1
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("another store was started"))
+    settings = load(extra={"store": str(world.path)}, environ={}).connector()
+    assert ensure_store(settings) == settings.store
+    assert "KV-201" in caplog.text
+    assert "Install the same version" in caplog.text
+
+
+def test_of_several_addresses_the_one_that_lives_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "FIRST_PAUSE_S", 0.001)
+    store = world.store(address=("127.0.0.1", 0))
+    [dead] = free_ports(1)  # nobody listens there
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port)) for port in (dead, store.port)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert not isinstance(world.client(f"tcp://two.example:{store.port}").connect(SOON_S), Miss)
 
 
 def test_another_protocol_is_refused_with_a_remedy(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

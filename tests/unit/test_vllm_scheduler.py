@@ -295,3 +295,72 @@ def test_with_longrope_the_longest_context_counts(digest: Callable[..., str], tm
     path = configuration(recipe, tmp_path, rope_parameters=rope)
     digests = {digest(path, recipe.dtype, max_model_len=length) for length in (2048, 8192)}
     assert len(digests) == 2
+
+
+# ---- how long a chunk is
+
+
+def sized(layers: int, page_bytes: int, kind: GroupKind = GroupKind.FULL) -> GroupSpec:
+    return GroupSpec(kind=kind, block_tokens=BLOCK, page_bytes=((page_bytes,) * layers,))
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens"),
+    [
+        (sized(36, 64 << 10), 256),  # Qwen3-8B
+        (sized(32, 256 << 10), 128),  # Llama-2-7B: 512 KiB for each token
+        (sized(80, 256 << 10), 32),
+        (sized(1, 8 << 20, GroupKind.RECURRENT), 256),  # a state is one block, however long the chunk
+    ],
+)
+def test_a_chunk_is_short_where_its_tokens_are_large(group: GroupSpec, tokens: int) -> None:
+    from kvtally.vllm.layout import _chunk_tokens
+    from kvtally.wire.limits import Limits
+
+    assert _chunk_tokens((group,), BLOCK) == tokens
+    namespace = structs.replace(DENSE, groups=(group,), chunk_tokens=tokens)
+    assert namespace.object_bytes(0, 0, tokens) <= Limits().object_bytes
+
+
+def test_what_no_object_holds_is_refused_at_the_start() -> None:
+    from kvtally.errors import IncompatibleError
+    from kvtally.vllm.layout import _chunk_tokens
+
+    with pytest.raises(IncompatibleError, match="on one rank"):
+        _chunk_tokens((sized(80, 2 << 20),), BLOCK)
+
+
+# ---- pinned memory
+
+
+def test_no_copy_reaches_over_the_end_of_what_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mmap
+
+    import torch
+
+    from kvtally.device import pinning
+    from kvtally.shm import Mapping
+
+    registered: list[int] = []
+
+    def register(address: int, length: int, flags: int) -> int:
+        registered.append(length)
+        return 0 if len(registered) <= 2 else 2  # the third time there is no memory left to lock
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: 0)
+    monkeypatch.setattr(pinning, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    mapping = Mapping(mmap.mmap(-1, 4 << 20), writable=True)
+    arena = pinning.PinnedArena(mapping, torch.device("cpu"))
+    assert not arena.wait(5)
+    inside, across, edge, beyond = (
+        [tuple(place) for place in arena.places(mapping.view(start, 8192))]
+        for start in (0, (1 << 20) - 4096, (2 << 20) - 4096, 3 << 20)
+    )
+    assert inside == [(0, 8192, True)]
+    assert across == [((1 << 20) - 4096, 4096, True), (1 << 20, 4096, True)]
+    assert edge == [((2 << 20) - 4096, 4096, True), (2 << 20, 4096, False)]
+    assert beyond == [(3 << 20, 8192, False)]
+    assert arena.places(memoryview(bytearray(64))) == []
+    arena.close()
