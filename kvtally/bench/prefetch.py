@@ -37,6 +37,7 @@ from kvtally.bench.repeat import Engine, Ledger
 from kvtally.bench.repeat_engine import Answer, Start
 from kvtally.bench.repeat_report import Outputs, are_equal
 from kvtally.errors import ConfigError
+from kvtally.units import human_size
 from kvtally.wire.limits import MIB
 
 BURST_S = 300.0
@@ -177,6 +178,7 @@ class Experiment:
             before_bytes = ledger.wait_saved()
             on.run(Burst(seeds=self._seeds, tokens=self._scale.prompt_tokens))
             self._figures.prompt_bytes = (ledger.wait_saved() - before_bytes) // self._scale.requests
+            self._check_room()
         alone = [self._alone(plain, seed).seconds for seed in self._fresh(5)]
         self._figures.compute_s = statistics.median(alone)
         step_s = plain.run(self._burst([], PROBED_TOKENS)).filler_s / PROBED_TOKENS
@@ -295,6 +297,15 @@ class Experiment:
             figures.slow_tier_over_no_store = _ratio(figures.single["slow disk"], figures.single["no_store"])
         figures.outputs_equal = not self._outputs or are_equal(list(self._outputs.values()))
         figures.targets = judge(figures)
+
+    def _check_room(self) -> None:
+        """What has left the arena before it is asked for is not what is measured."""
+        needed = self._figures.prompt_bytes * self._scale.requests
+        if needed > ARENA_BYTES * 3 // 4:
+            raise ConfigError(
+                f"the prompts have {human_size(needed)} of KV, the arena has {human_size(ARENA_BYTES)}",
+                remedy="Give fewer --requests or --prompt-tokens, or a smaller model.",
+            )
 
     def _say(self, what: str) -> None:
         self._tell.print(what, style="dim")

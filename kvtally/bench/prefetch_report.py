@@ -151,6 +151,12 @@ def judge(figures: Figures) -> list[Target]:
 _VERDICTS = {True: "ok", False: "miss", None: "too noisy to tell"}
 
 
+def _compared(figures: Figures) -> str:
+    if not figures.speeds and not figures.single:
+        return "not compared"
+    return "equal" if figures.outputs_equal else "DIFFER"
+
+
 def page(figures: Figures) -> RenderableType:
     table = Table(
         "disk", "arm", "mean", "p50", "p99", "queue", title="time to the first token, in seconds", title_justify="left"
@@ -169,7 +175,7 @@ def page(figures: Figures) -> RenderableType:
     what = (
         f"{figures.engine}, {figures.model}: {figures.requests} prompts of {figures.prompt_tokens} tokens behind "
         f"{figures.fillers} that keep the running queue full for {figures.queue_s:.1f} s; computing one takes "
-        f"{figures.compute_s:.2f} s. Outputs {'equal' if figures.outputs_equal else 'DIFFER'}. "
+        f"{figures.compute_s:.2f} s. Outputs {_compared(figures)}. "
         f"{figures.cpus} cores, load {figures.load_at_start:.1f} at the start, {figures.elapsed_s:.0f} s."
     )
     return Group(table, Text(), targets, Text(), Text(what))

@@ -211,7 +211,7 @@ def _headline(figures: Figures) -> str:
     pages = "huge pages" if figures.huge_pages else "4 KiB pages"
     return (
         f"kvtally {figures.version} · {figures.cpus} cores · arena of {human_size(figures.arena_bytes)}, {pages}"
-        f" · {figures.elapsed_s:.0f} s"
+        f" · {figures.elapsed_s:.0f} s{' · quick: rough figures, not judged' if figures.quick else ''}"
     )
 
 

@@ -12,6 +12,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from kvtally.bench import route
+from kvtally.bench.child import Child
 from kvtally.bench.processes import Worker
 from kvtally.bench.report import Figures, Latency, judge, page
 from kvtally.bench.store import main
@@ -88,7 +90,7 @@ def test_a_quick_run_measures_everything_and_leaves_nothing_behind(tmp_path: Pat
     assert figures["cpu_ratios"].keys() <= figures["ratios"].keys()
     assert all(0 < ratio < 2 for ratio in figures["cpu_ratios"].values())
     assert figures["ratios"]["put_gbps"] == pytest.approx(figures["put_gbps"] / figures["memcpy_gbps"])
-    assert all(row["ok"] in (True, False, None) for row in figures["targets"])
+    assert all(row["ok"] is None for row in figures["targets"])  # so short a look judges nothing
 
 
 def verdicts(figures: Figures) -> dict[str, bool | None]:
@@ -160,3 +162,16 @@ def test_a_worker_measures_and_reports_what_goes_wrong(tmp_path: Path) -> None:
         with pytest.raises(TransportError, match="instead of"):
             worker.ask(RawRead(str(short), 0))
         assert worker.ask(Copy())  # an error ends a task, not the worker
+
+
+def test_an_interpreter_that_is_none_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be run"):
+        Child("kvtally.bench.repeat_engine", tmp_path / "log", python="/nonexistent/python")
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "is_ok"), [({"local": 9, "proved": 90}, True), ({"missing": 5}, False), ({}, False)]
+)
+def test_a_router_whose_receipts_are_missing_is_not_the_one_to_measure(verdicts: dict[str, int], is_ok: bool) -> None:
+    figures = route.Figures(version="", quick=False, cpus=1, verdicts=verdicts)
+    assert {row.name: row.ok for row in route.judge(figures)}["requests without a receipt"] is is_ok
