@@ -328,39 +328,3 @@ def test_what_no_object_holds_is_refused_at_the_start() -> None:
 
     with pytest.raises(IncompatibleError, match="on one rank"):
         _chunk_tokens((sized(80, 2 << 20),), BLOCK)
-
-
-# ---- pinned memory
-
-
-def test_no_copy_reaches_over_the_end_of_what_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    import mmap
-
-    import torch
-
-    from kvtally.device import pinning
-    from kvtally.shm import Mapping
-
-    registered: list[int] = []
-
-    def register(address: int, length: int, flags: int) -> int:
-        registered.append(length)
-        return 0 if len(registered) <= 2 else 2  # the third time there is no memory left to lock
-
-    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: 0)
-    monkeypatch.setattr(pinning, "PIECE_BYTES", 1 << 20)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    mapping = Mapping(mmap.mmap(-1, 4 << 20), writable=True)
-    arena = pinning.PinnedArena(mapping, torch.device("cpu"))
-    assert not arena.wait(5)
-    inside, across, edge, beyond = (
-        [tuple(place) for place in arena.places(mapping.view(start, 8192))]
-        for start in (0, (1 << 20) - 4096, (2 << 20) - 4096, 3 << 20)
-    )
-    assert inside == [(0, 8192, True)]
-    assert across == [((1 << 20) - 4096, 4096, True), (1 << 20, 4096, True)]
-    assert edge == [((2 << 20) - 4096, 4096, True), (2 << 20, 4096, False)]
-    assert beyond == [(3 << 20, 8192, False)]
-    assert arena.places(memoryview(bytearray(64))) == []
-    arena.close()
