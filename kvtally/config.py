@@ -373,7 +373,7 @@ class Settings:
         """Engines use shared memory: their store's socket is a path, with or without `unix:`."""
         given = self._given.get("connector.store")
         text = _text("connector.store", given) if given else ""
-        if given and "://" in text:
+        if given and ("://" in text or text.startswith("tcp:")):
             raise _wrong(
                 f"{_told('connector.store', given)} is not a path",
                 "Engines share memory with a store on their own machine: give its socket, unix:/path or /path.",

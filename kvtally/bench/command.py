@@ -11,7 +11,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -56,10 +57,8 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace, run: Callable[[Path], M], page: Callable[[M], RenderableType]) -> int:
     """The exit code says whether it could be measured and outputs were equal, not whether targets were met."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, leave)
     begun, load = time.monotonic(), os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(prefix="kvtally-") as directory:
+    with leaving(), tempfile.TemporaryDirectory(prefix="kvtally-") as directory:
         figures = run(Path(directory))
     figures.cpus, figures.load_at_start = len(os.sched_getaffinity(0)), load
     figures.elapsed_s = time.monotonic() - begun
@@ -70,5 +69,19 @@ def measure(options: argparse.Namespace, run: Callable[[Path], M], page: Callabl
     return 0 if figures.outputs_equal else 1
 
 
-def leave(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
+@contextmanager
+def leaving() -> Iterator[None]:
+    """Who is told to end meanwhile leaves nothing behind. A hang-up that was to be ignored (`nohup`) still is."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in heeded:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in heeded:
+            signal.signal(number, before[number])

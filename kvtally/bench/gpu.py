@@ -14,7 +14,6 @@ reported and the others go on. What is known so far goes to --out after every st
 from __future__ import annotations
 
 import argparse
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from rich.console import Console
 
 from kvtally import __version__
 from kvtally.bench.child import Child
-from kvtally.bench.command import leave
+from kvtally.bench.command import leaving
 from kvtally.bench.gpu_arms import QUICK, Bench, EngineBench, Job, Scale
 from kvtally.bench.gpu_copies import CASES, MeasureCopies, Measured, MeasureLimits, Probe
 from kvtally.bench.gpu_engine import SHAPES
@@ -137,8 +136,6 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(
             "nothing to measure: these parts, shapes and engines have nothing in common", remedy=SHAPES_REMEDY
         )
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, leave)
     begun = time.monotonic()
     console = Console(stderr=True, highlight=False)
     figures = Figures(version=__version__, commit=_commit(), quick=options.quick, graphs=options.graphs)
@@ -150,6 +147,7 @@ def main(arguments: Sequence[str]) -> int:
             _write(Path(options.out), figures)
 
     with ExitStack() as stack:
+        stack.enter_context(leaving())
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtally-")))
         disk = Path(stack.enter_context(_directory(options.dir)))
         logs = _made(Path(options.logs)) if options.logs else directory

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import select
-import signal
 import statistics
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from rich.table import Table
 
 import kvtally
 from kvtally import __version__
-from kvtally.bench.command import leave
+from kvtally.bench.command import leaving
 from kvtally.bench.processes import Daemon
 from kvtally.bench.route_parts import Outcome, Task
 from kvtally.errors import TransportError
@@ -353,8 +352,7 @@ def main(arguments: Sequence[str]) -> int:
     figures = Figures(version=__version__, quick=options.quick, cpus=len(os.sched_getaffinity(0)))
     begun = time.monotonic()
     with ExitStack() as stack:
-        for number in (signal.SIGTERM, signal.SIGHUP):  # leaves nothing behind
-            stack.callback(signal.signal, number, signal.signal(number, leave))
+        stack.enter_context(leaving())
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtally-")))
         Bench(stack, directory, QUICK if options.quick else Scale(), figures).run()
     figures.elapsed_s = time.monotonic() - begun

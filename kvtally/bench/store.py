@@ -17,7 +17,6 @@ import argparse
 import mmap
 import os
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from kvtally import __version__
-from kvtally.bench.command import leave
+from kvtally.bench.command import leaving
 from kvtally.bench.processes import Daemon, Worker, ask_all, drop_pages
 from kvtally.bench.report import Figures, judge, page
 from kvtally.bench.samples import Samples
@@ -406,8 +405,7 @@ def main(arguments: Sequence[str]) -> int:
     figures = Figures(version=__version__, quick=options.quick, cpus=len(os.sched_getaffinity(0)))
     begun = time.monotonic()
     with ExitStack() as stack:
-        for number in (signal.SIGTERM, signal.SIGHUP):  # leaves no store behind
-            stack.callback(signal.signal, number, signal.signal(number, leave))
+        stack.enter_context(leaving())
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtally-")))
         disk = Path(stack.enter_context(_disk_directory(options.dir))).resolve()
         stack.enter_context(bar)

@@ -97,7 +97,8 @@ def reset(
             typer.echo(f"{item.digest[:12]}  {item.model}  {item.objects:,} objects")
         if not yes:
             typer.confirm("Forget these?", abort=True)
-        count = sum(store.answer(store.client.reset(bytes.fromhex(item.digest))).objects for item in chosen)
+        calls = [store.client.reset(bytes.fromhex(item.digest)) for item in chosen]  # all, before one may fail
+        count = sum(store.answer(call).objects for call in calls)
     typer.echo(f"Forgot {count:,} objects.")
 
 

@@ -172,7 +172,7 @@ class Router:
         if member is None:
             names = ", ".join(self._sources.pool.members)
             return _refused(404, "no such instance", f"One of: {names}.")
-        member.is_draining = request.path == "/drain"
+        member.is_draining = request.path.rstrip("/") == "/drain"
         logger.info("instance %s is %s", member.name, member.state)
         return _json({"instance": member.name, "state": member.state, "requests": member.legs})
 

@@ -43,6 +43,7 @@ DECODE_ATTEMPTS = 2
 MOST_REQUESTS = 10_000  # at once
 MOST_BODIES_BYTES = 1 << 30  # of requests that decode has not begun to answer
 WRONG_BY = 4  # so many times more than was thought may decode have to compute; a token is not always four bytes
+LEAST_TOKENS = 16  # of which that is said, where a router asks prefill for every prompt
 UNFILED = 3  # receipts that an instance may fail to file before nobody waits for them any more
 STRICT_PATIENCE = 2  # times as long is a receipt waited for where its absence is an error
 STORE_WAIT_MS = 60_000  # the longest a store waits; a later first byte asks again
@@ -427,7 +428,7 @@ class Proxy:
 
     def _is_too_much(self, half: Half) -> bool:
         """Whether decode computed more than was counted on, with all allowance for what is a token."""
-        return half.computed_tokens > WRONG_BY * self._config.prefill_from_tokens
+        return half.computed_tokens > WRONG_BY * max(self._config.prefill_from_tokens, LEAST_TOKENS)
 
     def _learn(self, trip: Trip, decode: Member, plan: Plan, matched: Matched) -> None:
         """Remember where this prompt went, and whether it is certain to be there."""

@@ -133,6 +133,7 @@ class TierState:
     # Forgotten by the index, but the tier could not remove them (a full disk cannot append its journal): tried again
     # with the next removal. Never more than the tier holds; what is not in here would be back after a restart.
     unremoved: dict[ObjectKey, None] = field(default_factory=dict)
+    removing: int = 0  # RemoveJobs that are not done
     # Committed faster than the tier writes: written when their turn comes, if they are in the arena then.
     postponed: dict[tuple[Node, int], None] = field(default_factory=dict)
 

@@ -59,7 +59,8 @@ class Resets:
             if tier == ARENA:
                 continue
             keys += self._writes.disown(family, tier)  # written before the removal comes to its turn
-            if keys or self._context.tiers[tier - 1].unremoved:
+            state = self._context.tiers[tier - 1]
+            if keys or state.unremoved or state.removing:  # what is on its way out comes before ours, and may fail
                 jobs.add(self._writes.remove(tier, keys))
         if not jobs:
             on_end(ResetEnd(objects))
@@ -74,7 +75,8 @@ class Resets:
         if removing is None:
             return
         removing.jobs.discard(job.id)
-        removing.code = removing.code or outcome.code
+        is_left = bool(self._context.tiers[job.tier - 1].unremoved)
+        removing.code = removing.code or outcome.code or ("KV-600" if is_left else "")
         if not removing.jobs:
             self._context.alarms.cancel(removing.alarm)
             self._end(removing, "a lower tier could not remove them")

@@ -377,12 +377,14 @@ class Writes:
         every = (*unremoved, *keys)
         unremoved.clear()
         job = RemoveJob(id=self._context.new_id(), tier=number, keys=every)
+        self._context.tiers[number - 1].removing += 1
         self._context.jobs.append(job)
         return job.id
 
     def removed(self, job: RemoveJob, outcome: Outcome) -> None:
+        tier = self._context.tiers[job.tier - 1]
+        tier.removing -= 1
         if outcome.code:
-            tier = self._context.tiers[job.tier - 1]
             tier.errors[outcome.code] += 1
             tier.unremoved.update(dict.fromkeys(job.keys))
 

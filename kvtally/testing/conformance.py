@@ -231,23 +231,30 @@ class _Trial:
             self._use(reference, "reference", self._measure)
             if len(self.report.modes) < 2:
                 return self.report
-            second = self._seat(seats, "new engine", make=self._restarted)
+            second = self._seat(seats, "new engine", make=self._restarted, nursery=1)
             self._use(first, "cold and warm", partial(self._arms, ["cold", "warm"]))
             self._use(second, "new engine", partial(self._arms, ["new engine"]))
             if self._connector.restart is not None:
                 self._connector.restart()
-            third = self._seat(seats, "new store")
+            third = self._seat(seats, "new store", nursery=1)
             self._use(third, "new store", self._from_disk)
         return self.report
 
     def _seat(
-        self, seats: ExitStack, name: str, *, connected: bool = True, make: Callable[..., Runs] = Engine
+        self,
+        seats: ExitStack,
+        name: str,
+        *,
+        connected: bool = True,
+        make: Callable[..., Runs] = Engine,
+        nursery: int = 0,
     ) -> _Seat:
+        """`nursery`: engines that are restarted must not owe their hits to a hash seed that they share."""
         arguments: dict[str, Any] = {**self._model.settings, **self._connector.engine}
         if connected:
             arguments["kv_transfer_config"] = dict(self._connector.kv_transfer_config)
         log = self._directory / f"{self._model.recipe.name} {name}.log"
-        start = partial(make, arguments, log, environment=self._connector.environment)
+        start = partial(make, arguments, log, environment=self._connector.environment, nursery=nursery)
         return seats.enter_context(closing(_Seat(start, partial(self._died, name))))
 
     def _use(self, seat: _Seat, name: str, run: Callable[[_Seat], None]) -> None:

@@ -29,7 +29,7 @@ import msgspec
 from kvtally.core.namespace import GroupKind
 from kvtally.errors import TransportError
 from kvtally.machine import free_ports
-from kvtally.testing.nursery import nursery, python_path
+from kvtally.testing import nursery as nurseries
 
 START_S = 300.0
 CALL_S = 240.0
@@ -126,9 +126,10 @@ class Engine:
         *,
         in_process: bool = True,
         environment: Mapping[str, str] | None = None,
+        nursery: int = 0,
     ) -> None:
         multiprocessing = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
-        self._group = ProcessGroup(["engine"], log, {**multiprocessing, **(environment or {})})
+        self._group = ProcessGroup(["engine"], log, {**multiprocessing, **(environment or {})}, nursery=nursery)
         self._unread = b""
         self.kinds: list[GroupKind] = []  # of KV-cache groups, once an in-process engine is ready
         defaults = {"skip_tokenizer_init": True, "disable_log_stats": False, "enable_prefix_caching": True}
@@ -211,13 +212,18 @@ class Server:
     """vLLM's OpenAI server on a free port of the loopback interface."""
 
     def __init__(
-        self, arguments: Mapping[str, Any], log: Path, *, environment: Mapping[str, str] | None = None
+        self,
+        arguments: Mapping[str, Any],
+        log: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        nursery: int = 0,
     ) -> None:
         [self.port] = free_ports(1)
         flags = {"host": "127.0.0.1", "port": self.port, "served_model_name": "tiny", **arguments}
         command = ["server", *_flags(flags)]
         command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--return-tokens-as-token-ids"]
-        self._group = ProcessGroup(command, log, environment or {})
+        self._group = ProcessGroup(command, log, environment or {}, nursery=nursery)
 
     def __enter__(self) -> Server:
         self.wait_ready()
@@ -306,17 +312,23 @@ class Server:
 class ProcessGroup:
     """A runner and all its processes. Its log is a file, whose end is in every error.
 
-    `grace_s`: what a shutdown may take before all are killed.
+    `grace_s`: what a shutdown may take before all are killed. `nursery`: which one forks it (see there).
     """
 
     def __init__(
-        self, arguments: Sequence[str], log: Path, environment: Mapping[str, str], *, grace_s: float = GRACE_S
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        *,
+        grace_s: float = GRACE_S,
+        nursery: int = 0,
     ) -> None:
         self._log = log
         role, *others = arguments
-        surroundings = {**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(), **environment}
+        surroundings = {**os.environ, **ENVIRONMENT, "PYTHONPATH": nurseries.python_path(), **environment}
         with log.open("ab") as file:
-            self._process = nursery().start([role, str(grace_s), *others], surroundings, file)
+            self._process = nurseries.nursery(nursery).start([role, str(grace_s), *others], surroundings, file)
         self.stdin, self.stdout = self._process.stdin, self._process.stdout
 
     @property

@@ -7,8 +7,8 @@ Importing vLLM takes ten seconds of a processor, as long as all that an engine d
 imports it when the first engine is ordered, and nothing of vLLM runs in it: a runner finds what it would have found
 after its own import. What an environment variable decides while modules are imported is decided by the first order.
 
-One nursery for each process that tests; it ends with that process, and its runners by themselves (`runner`). It has one
-thread, as forking demands. Neighbours: `engines` (left: orders), `runner` (right: what is forked).
+A nursery ends with the process that it was made for, and its runners by themselves (`runner`). It has one thread, as
+forking demands. Neighbours: `engines` (left: orders), `runner` (right: what is forked).
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
-from functools import cache
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import IO
@@ -46,7 +47,7 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
     """A runner's arguments, role first, and the surroundings of the process that wants it."""
 
     arguments: list[str]
-    environment: dict[str, str]
+    environment: dict[bytes, bytes]
     directory: str
 
 
@@ -80,9 +81,11 @@ class Forked:
 
 
 class Nursery:
-    """This process's nursery. `start` returns when the runner is there, which for the first of vLLM's takes a while."""
+    """Orders wait for one another; the first of vLLM's takes a while. One that failed is of no use any more: replies to
+    it may still come."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
+        self._lock = threading.Lock()
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._orders.settimeout(START_S)
         with theirs:
@@ -97,20 +100,31 @@ class Nursery:
             )
         atexit.register(self.close)
 
+    @property
+    def is_open(self) -> bool:
+        return self._orders.fileno() >= 0
+
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Forked:
-        order = msgspec.json.encode(Order(list(arguments), dict(environment), os.getcwd()))
-        stdin, ours_in = os.pipe()
-        ours_out, stdout = os.pipe()
-        try:
-            socket.send_fds(self._orders, [order], [stdin, stdout, log.fileno()])
-            pid, ends, _, _ = socket.recv_fds(self._orders, 32, 1)
-        except OSError as error:
-            raise _broken(str(error)) from error
-        finally:
-            os.close(stdin)
-            os.close(stdout)
-        if not ends:
-            raise _broken("it has ended")
+        """The runner, once it leads its process group."""
+        settings = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()}
+        order = msgspec.msgpack.encode(Order(list(arguments), settings, os.getcwd()))
+        if len(order) > ORDER_BYTES:
+            raise _broken(f"its environment and arguments have {len(order)} bytes, at most {ORDER_BYTES} are allowed")
+        with self._lock, ExitStack() as stack:
+            stack.callback(self._orders.close)
+            stdin, ours_in, ours_out, stdout = pipes = [*os.pipe(), *os.pipe()]
+            for end in pipes:
+                stack.callback(os.close, end)
+            try:
+                socket.send_fds(self._orders, [order], [stdin, stdout, log.fileno()])
+                pid, ends, _, _ = socket.recv_fds(self._orders, 32, 1)
+            except OSError as error:
+                raise _broken(str(error)) from error
+            if not ends:
+                raise _broken("the process that starts them has ended")
+            stack.pop_all()
+        for end in (stdin, stdout):
+            os.close(end)
         return Forked(int(pid), ends[0], os.fdopen(ours_in, "wb", buffering=0), os.fdopen(ours_out, "rb", buffering=0))
 
     def close(self) -> None:
@@ -122,9 +136,18 @@ def _broken(why: str) -> TransportError:
     return TransportError(f"no engine can be started: {why}", remedy="See whether `import vllm` works.")
 
 
-@cache
-def nursery() -> Nursery:
-    return Nursery({**os.environ, "PYTHONPATH": python_path()})
+_nurseries: dict[int, Nursery] = {}
+_making = threading.Lock()
+
+
+def nursery(number: int) -> Nursery:
+    """This process's. Runners of one nursery share what an interpreter draws when it starts, as the seed of `hash`;
+    those of another number have their own."""
+    with _making:
+        known = _nurseries.get(number)
+        if known is None or not known.is_open:
+            known = _nurseries[number] = Nursery({**os.environ, "PYTHONPATH": python_path()})
+        return known
 
 
 def python_path() -> str:
@@ -142,22 +165,20 @@ def main(arguments: list[str]) -> int:
         data, descriptors, _, _ = socket.recv_fds(orders, ORDER_BYTES, 3)
         if not data:
             return 0
-        order = msgspec.json.decode(data, type=Order)
-        os.environ.clear()
-        os.environ.update(order.environment)
+        order = msgspec.msgpack.decode(data, type=Order)
+        os.environb.clear()
+        os.environb.update(order.environment)
         for name in IMPORTS.get(order.arguments[0], ()):
             with contextlib.suppress(ImportError):  # the runner says it
                 import_module(name)
-        pid = os.fork()
-        if not pid:
-            orders.close()
+        if not os.fork():
             _become(order, descriptors)
+            socket.send_fds(orders, [b"%d" % os.getpid()], [os.pidfd_open(os.getpid())])
+            orders.close()
             from kvtally.testing import runner
 
             return runner.main(order.arguments)
-        end = os.pidfd_open(pid)
-        socket.send_fds(orders, [b"%d" % pid], [end])
-        for descriptor in (end, *descriptors):
+        for descriptor in descriptors:
             os.close(descriptor)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:  # those that have ended since the last order
@@ -171,7 +192,7 @@ def _become(order: Order, descriptors: Sequence[int]) -> None:
         os.dup2(descriptor, standard)
         os.close(descriptor)
     os.chdir(order.directory)
-    paths = order.environment.get("PYTHONPATH", "").split(os.pathsep)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in paths if path and path not in sys.path]
 
 

@@ -31,7 +31,7 @@ import msgspec
 from kvtally.errors import ConfigError, TransportError
 from kvtally.up import guard
 from kvtally.up.machine import answers
-from kvtally.up.plan import Process, pause_s
+from kvtally.up.plan import GOOD_LIFE_S, Process, pause_s
 
 GRACE_S = 35.0  # for a process to end by itself: a router lets streams end, for 30 s; a store writes to its disk
 GUARD_START_S = 5.0
@@ -139,7 +139,7 @@ class Kept:
         self.state = State.WAITING
         self.child: Child | None = None
         self.begun_s = 0.0
-        self.lives_s: list[float] = []  # how long it was ready, each time before it died
+        self.lives_s: list[float] = []  # how long it was ready before each death, since it last lived long
         self.restarts = 0
         self.has_been_ready = False
         self.ready_s: float | None = None  # when its present life became ready
@@ -276,7 +276,10 @@ class Supervisor:
 
     def _after_death(self, kept: Kept, child: Child) -> float | None:
         """How long to wait before the next start. None: no more; raises where its part has nobody left."""
-        kept.lives_s.append(0.0 if kept.ready_s is None else time.monotonic() - kept.ready_s)
+        life_s = 0.0 if kept.ready_s is None else time.monotonic() - kept.ready_s
+        if life_s >= GOOD_LIFE_S:
+            kept.lives_s.clear()
+        kept.lives_s.append(life_s)
         kept.ready_s = None
         how = self._how_it_ended(kept, child)
         delay_s = self._pause(kept.lives_s)

@@ -5,7 +5,7 @@ sizes, safetensors headers and sampled contents. Reading a few hundred kilobytes
 hashing all of it would take minutes for a large model and delay every start. How the weights are used is said by the
 configuration that lies with them, unless the user says something else (`override_digest`).
 
-An adapter's identity is its name, its path and what its files were when this process first heard of it (`Adapters`).
+An adapter's identity is its name, its path and the state of its files (`Adapters`).
 
 Neighbours: `layout` puts the first two into the namespace, `path` the third into chain values. Imports no vLLM.
 """
@@ -16,8 +16,10 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blake3 import blake3
 
@@ -31,10 +33,12 @@ SAMPLE_BYTES = 64 * 1024
 SAMPLES = 16
 COMMIT = re.compile("[0-9a-f]{40}")
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+# What vLLM reads of an adapter's folder.
+ADAPTER_FILES = (
+    "adapter_config.json",
+    *(f"adapter_model.{suffix}" for suffix in ("safetensors", "bin", "pt", "tensors")),
+)
 MOST_ADAPTERS = 4096  # that are remembered; far more than an engine keeps loaded
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 def model_identity(model: str, revision: str | None) -> str:
@@ -86,9 +90,11 @@ def override_digest(overrides: object, config_path: str | None) -> str:
     """
     if not overrides and not config_path:
         return ""
-    file = Path(config_path or "").expanduser()
-    file = file / "config.json" if file.is_dir() else file
-    told = blake3(file.read_bytes()).hexdigest() if file.is_file() else config_path
+    told = config_path
+    if config_path:
+        file = Path(os.path.expanduser(config_path))
+        file = file / "config.json" if file.is_dir() else file
+        told = blake3(file.read_bytes()).hexdigest() if file.is_file() else config_path
     return blake3(json.dumps([_plain(overrides), told], sort_keys=True).encode()).hexdigest(length=16)
 
 
@@ -98,6 +104,17 @@ def _plain(value: object) -> object:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(json.dumps(_plain(item), sort_keys=True) for item in value)
+    if isinstance(value, FunctionType):  # by what it does: two lambdas have one name
+        code, cells = value.__code__, [cell.cell_contents for cell in value.__closure__ or ()]
+        return [
+            code.co_code.hex(),
+            _plain(code.co_consts),
+            _plain(code.co_names),
+            _plain(cells),
+            _plain(value.__defaults__),
+        ]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return ADDRESS.sub("", repr(value))
@@ -120,46 +137,36 @@ class Adapter(NamedTuple):
 
 
 class Adapters:
-    """The adapters of one engine, by what their files were when each was loaded.
+    """The adapters of one engine, by name, path and what their files are.
 
-    vLLM reads an adapter's files once, unless a request says `load_inplace`: what is on disk later is not what it
-    computes with.
+    vLLM reads those files when it loads an adapter, and again whenever it had let go of it: which state of them it
+    computes with is not known once they have changed. From then on the adapter is a mixture.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, str, str], str] = {}  # identities
-        self._only: dict[tuple[str, str], str] = {}  # by name and path; empty where there were several
+        self._known: dict[tuple[str, str], str] = {}  # identities; empty where there were several
 
     def adapter(self, lora: LoRARequest | None) -> Adapter:
-        """A request's. Takes microseconds if it is known; else its folder is listed."""
+        """A request's. Takes microseconds: its files are looked at, not read."""
         if lora is None:
             return Adapter("", is_mixed=False)
         name = lora.lora_name, lora.lora_path
-        identity = self._known.get((lora.lora_int_id, *name))
-        if identity is None or lora.load_inplace:
-            identity = "\0".join((*name, _state_of_files(lora.lora_path)))
-            is_only = self._only.get(name, identity) == identity
-            _remember(self._only, name, identity if is_only else "")
-        _remember(self._known, (lora.lora_int_id, *name), identity)
-        return Adapter(identity, is_mixed=self._only.get(name, identity) != identity)
-
-
-def _remember(memory: dict[K, V], key: K, value: V) -> None:
-    """As the youngest; the oldest is forgotten where there are too many."""
-    memory.pop(key, None)
-    memory[key] = value
-    if len(memory) > MOST_ADAPTERS:
-        del memory[next(iter(memory))]
+        identity = "\0".join((*name, _state_of_files(lora.lora_path)))
+        known = self._known.pop(name, identity)
+        self._known[name] = known if known == identity else ""  # as the youngest
+        if len(self._known) > MOST_ADAPTERS:
+            del self._known[next(iter(self._known))]
+        return Adapter(identity, is_mixed=known != identity)
 
 
 def _state_of_files(path: str) -> str:
-    """A digest of what a folder says of its files; empty for an adapter from a hub."""
-    directory = Path(path).expanduser()
-    if not directory.is_dir():
-        return ""
-    states = ((file.relative_to(directory), file.stat()) for file in directory.rglob("*") if file.is_file())
-    lines = sorted(f"{name}\0{state.st_size}\0{state.st_mtime_ns}\n" for name, state in states)
-    return blake3("".join(lines).encode(errors="surrogateescape")).hexdigest(length=16)
+    """Sizes and times of an adapter's files; empty where there are none, as for an adapter from a hub."""
+    directory, states = os.path.expanduser(path), []
+    for name in ADAPTER_FILES:
+        with suppress(OSError, ValueError):  # not there, or no path at all
+            state = os.stat(os.path.join(directory, name))
+            states.append(f"{name} {state.st_size} {state.st_mtime_ns}")
+    return "\n".join(states)
 
 
 def _unknown(why: str) -> IncompatibleError:

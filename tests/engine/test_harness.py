@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from kvtally.errors import TransportError
+from kvtally.testing import nursery as nurseries
 from kvtally.testing.cases import Case, Comparison, cases, compare, conforms, crowd, going_on, next_turn
 from kvtally.testing.conformance import Control, Report, Result
 from kvtally.testing.engines import Engine, Output, ProcessGroup, sums
@@ -139,6 +143,13 @@ def processes(mark: str) -> list[int]:
     return found
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def wait_for(count: int, mark: str) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while len(processes(mark)) != count:
@@ -172,6 +183,47 @@ def test_a_group_that_listens_ends_in_order(tmp_path: Path) -> None:
         time.sleep(0.02)
     group.close()
     assert log.read_text().splitlines() == ["up", "in order"]
+
+
+# A command that lives until it is told to end, and says who it is.
+PATIENT = "import sys, time; print(sys.argv[1], flush=True); time.sleep(1000)"
+
+
+def test_orders_of_several_threads_are_not_mixed_up(tmp_path: Path) -> None:
+    def order(name: str) -> tuple[str, ProcessGroup]:
+        return name, ProcessGroup(["guard", sys.executable, "-c", PATIENT, name], tmp_path / name, {}, grace_s=0.1)
+
+    with ThreadPoolExecutor(8) as pool:
+        ordered = list(pool.map(order, [f"r{number}" for number in range(16)]))
+    for name, group in ordered:
+        wait_until(lambda name=name: (tmp_path / name).read_text().split() == [name])
+        children = Path(f"/proc/{group.pid}/task/{group.pid}/children").read_text().split()
+        assert any(name in Path(f"/proc/{child}/cmdline").read_text() for child in children)
+    for _, group in ordered:
+        group.kill()
+
+
+def test_a_group_can_be_killed_as_soon_as_it_is_there(tmp_path: Path) -> None:
+    for number in range(5):
+        begun = time.monotonic()
+        ProcessGroup(["guard", sys.executable, "-c", PATIENT, str(number)], tmp_path / "log", {}).kill()
+        assert time.monotonic() - begun < DEADLINE_S / 2
+
+
+def test_an_order_that_fails_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TransportError, match="at most"):
+        ProcessGroup(["guard", "x" * (1 << 18)], tmp_path / "log", {})
+    before = len(os.listdir("/proc/self/fd"))
+    failing = nurseries.nursery(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "recv_fds", lambda *_: (_ for _ in ()).throw(TimeoutError("too late")))
+        with pytest.raises(TransportError, match="too late"):
+            ProcessGroup(["guard", sys.executable, "-c", PATIENT, "late"], tmp_path / "log", {})
+    assert len(os.listdir("/proc/self/fd")) == before - 1  # that nursery's socket, and no other
+    assert nurseries.nursery(0) is not failing
+    group = ProcessGroup(["guard", sys.executable, "-c", PATIENT, "next"], tmp_path / "next", {}, grace_s=0.1)
+    wait_until(lambda: (tmp_path / "next").read_text() == "next\n")
+    group.kill()
 
 
 @pytest.mark.engine

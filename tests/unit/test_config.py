@@ -343,8 +343,9 @@ class TestDocumentation:
     def test_an_engine_s_store_is_a_path_however_it_is_written(self) -> None:
         for written in ("unix:/a/b.sock", "/a/b.sock"):
             assert load(extra={"store": written}, environ={}).connector().store == "/a/b.sock"
-        with pytest.raises(ConfigError, match="is not a path"):
-            load(extra={"store": "tcp://10.0.0.1:7400"}, environ={}).connector()
+        for written in ("tcp://10.0.0.1:7400", "tcp:10.0.0.1:7400"):
+            with pytest.raises(ConfigError, match="is not a path"):
+                load(extra={"store": written}, environ={}).connector()
 
     def test_the_example_works_and_names_every_setting_that_has_a_flag(self) -> None:
         path = ROOT / "examples" / "store.yaml"

@@ -53,6 +53,22 @@ def test_what_json_does_not_know_has_the_same_name_after_a_restart() -> None:
     assert override_digest(odd(), None) != override_digest({**odd(), 5: Path("/y")}, None)
 
 
+def test_where_an_engine_was_started_decides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = override_digest({"a": 1}, None)
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert override_digest({"a": 1}, None) == elsewhere
+
+
+def test_functions_are_named_by_what_they_do() -> None:
+    def times(factor: int) -> Any:
+        return lambda config: config * factor
+
+    digests = [override_digest(each, None) for each in (times(2), times(2), times(3), lambda config: config + 1)]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+
+
 @pytest.mark.parametrize(
     ("config", "is_decisive"),
     [
@@ -107,17 +123,17 @@ def test_a_folder_may_be_where_we_are(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "lora"
-    (folder / "deep").mkdir(parents=True)
-    (folder / "deep" / "adapter_model.safetensors").write_bytes(b"1" * 100)
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"1" * 100)
     return folder
 
 
-def lora(path: Path | str, number: int = 1, *, name: str = "sql", load_inplace: bool = False) -> Any:
-    return SimpleNamespace(lora_int_id=number, lora_name=name, lora_path=str(path), load_inplace=load_inplace)
+def lora(path: Path | str, *, name: str = "sql") -> Any:
+    return SimpleNamespace(lora_name=name, lora_path=str(path))
 
 
 def retrain(folder: Path) -> None:
-    weights = folder / "deep" / "adapter_model.safetensors"
+    weights = folder / "adapter_model.safetensors"
     before_ns = weights.stat().st_mtime_ns
     weights.write_bytes(b"2" * 100)
     os.utime(weights, ns=(before_ns + 1, before_ns + 1))
@@ -125,45 +141,30 @@ def retrain(folder: Path) -> None:
 
 def test_an_adapter_retrained_in_its_folder_is_another_one_after_a_restart(folder: Path) -> None:
     before = Adapters().adapter(lora(folder))
-    assert Adapters().adapter(lora(folder, 7)) == before  # another engine counts otherwise
+    assert Adapters().adapter(lora(folder)) == before
+    (folder / "training.log").write_text("goes on")
+    assert Adapters().adapter(lora(folder)) == before
     retrain(folder)
     after = Adapters().adapter(lora(folder))
     assert after.identity != before.identity
     assert not after.is_mixed
 
 
-def test_what_is_on_disk_later_does_not_rename_what_is_loaded(folder: Path) -> None:
+def test_an_adapter_whose_files_change_under_an_engine_is_a_mixture_from_then_on(folder: Path) -> None:
+    """vLLM may read them again whenever it had let go of it: nobody knows what it computes with."""
     adapters = Adapters()
-    loaded = adapters.adapter(lora(folder))
+    assert [adapters.adapter(lora(folder)).is_mixed for _ in range(2)] == [False, False]
     retrain(folder)
-    assert adapters.adapter(lora(folder)) == loaded
-    shutil.rmtree(folder)  # nothing is looked at
-    assert adapters.adapter(lora(folder)) == loaded
+    assert [adapters.adapter(lora(folder)).is_mixed for _ in range(2)] == [True, True]
+    shutil.rmtree(folder)
+    assert adapters.adapter(lora(folder)).is_mixed
+    assert not adapters.adapter(lora(folder, name="another")).is_mixed
 
 
-@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "unloaded and loaded"])
-def test_an_adapter_that_is_loaded_again_is_another_one_and_the_engines_own_cache_mixes_them(
-    folder: Path, in_place: bool
-) -> None:
-    def again(number: int) -> Adapter:
-        return adapters.adapter(lora(folder, 1 if in_place else number, load_inplace=in_place))
-
-    adapters = Adapters()
-    first = adapters.adapter(lora(folder))
-    assert again(2) == first  # the same files
-    retrain(folder)
-    second = again(3)
-    assert second.identity != first.identity
-    assert (first.is_mixed, second.is_mixed) == (False, True)
-    assert adapters.adapter(lora(folder)).is_mixed  # those of the first one, too, if it still computes
-    other = adapters.adapter(lora(folder, 4, name="another"))
-    assert not other.is_mixed
-
-
-def test_adapters_without_a_folder_and_none() -> None:
-    hub = Adapters().adapter(lora("someone/adapter"))
-    assert hub == Adapters().adapter(lora("someone/adapter", 2))
-    assert hub.identity != Adapters().adapter(lora("someone/another")).identity
+@pytest.mark.parametrize("path", ["someone/adapter", "~nobody-of-this-name/x", "x" * 5000, "a\0b"])
+def test_adapters_without_a_folder(path: str) -> None:
+    assert Adapters().adapter(lora(path)) == Adapters().adapter(lora(path))
+    assert Adapters().adapter(lora(path)).identity != Adapters().adapter(lora("someone/another")).identity
     assert Adapters().adapter(None) == Adapter("", is_mixed=False)
 
 
@@ -171,9 +172,8 @@ def test_adapters_are_forgotten_at_last(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(identity_module, "MOST_ADAPTERS", 2)
     adapters = Adapters()
     for number in (1, 2, 1, 3):
-        adapters.adapter(lora(f"someone/{number}", number))
-    assert [key[0] for key in adapters._known] == [1, 3]
-    assert len(adapters._only) == 2
+        adapters.adapter(lora(f"someone/{number}"))
+    assert [path for _, path in adapters._known] == ["someone/1", "someone/3"]
 
 
 # ---- multimodal items

@@ -144,6 +144,17 @@ class TestInstances:
 
         run(test)
 
+    def test_draining_with_a_slash_drains(self, tmp_path: Path, store: str) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, decode=2, store=store, token="a token of enough characters") as it:
+                headers = {"Authorization": "Bearer a token of enough characters"}
+                for path in ("/drain", "/drain/"):
+                    name = it.decode[0].name
+                    told = (await it.send("POST", f"{path}?instance={name}", headers=headers)).json()
+                    assert told["state"] == "draining"
+
+        run(test)
+
 
 class TestStrict:
     @pytest.mark.parametrize("cause", ["held", "prefill"])
@@ -164,6 +175,18 @@ class TestStrict:
                 assert reply.status == 502
                 assert reply.verdict == "local"
                 assert reply.headers["x-kvtally-reason"] == ("not_held" if cause == "held" else "prefill_status_500")
+
+        run(test)
+
+    def test_a_token_more_than_decode_held_is_not_much(self, tmp_path: Path, store: str) -> None:
+        """Also where prefill is asked for every prompt, and fails."""
+
+        async def test() -> None:
+            async with kit(tmp_path, store=store, strict=True, prefill_from_tokens=0) as it:
+                assert (await it.ask()).verdict == "proved"
+                it.prefill[0].statuses = [500]
+                reply = await it.ask()
+                assert (reply.status, reply.verdict) == (200, "local")
 
         run(test)
 

@@ -390,7 +390,7 @@ def test_silent_strangers_are_counted_before_tls_has_shaken_hands(
     """They were not, so that whoever said nothing at all could take every descriptor."""
     cert, key = certificate
     config = bench.config(tcp="127.0.0.1:0", token=TOKEN, tls_cert=str(cert), tls_key=str(key))
-    running = bench.start(StoreServer(config, hello_timeout_s=0.5), loop_factory=loop_factory)
+    running = bench.start(StoreServer(config, hello_timeout_s=2.0), loop_factory=loop_factory)
     strangers = [bench.connect_tcp(running) for _ in range(64)]
     eventually(lambda: len(running.strangers()) == 64)
     assert bench.connect_tcp(running).is_closed()  # at once, without a word that is not TLS

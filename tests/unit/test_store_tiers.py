@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from random import Random
 
 import msgspec
+import pytest
 
 from kvtally.core.keys import ROOT_CHAIN
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
@@ -358,6 +359,22 @@ def test_a_reset_does_not_wait_for_a_disk_that_hangs() -> None:
     node.store.job_done(job, Outcome(), node.now_ns)
     assert node.reply() is None
     assert node.ask(Reset(9)) == ResetDone(9, 0)
+
+
+@pytest.mark.parametrize("code", ["", "KV-602"])
+def test_a_reset_that_is_repeated_waits_for_the_removal_of_the_first(code: str) -> None:
+    node = Node(tiers=(DISK,))
+    on_disk(node, CHAINS[0])
+    assert node.ask(Reset(8)) is None
+    node.advance(1.6)  # too late for the first
+    assert node.ask(Reset(9)) is None
+    first, second = removals(node)
+    node.store.job_done(first, Outcome(code=code), node.now_ns)
+    assert node.reply() is None
+    node.store.job_done(second, Outcome(), node.now_ns)
+    answer = node.reply()
+    assert isinstance(answer, Refused if code else ResetDone)
+    assert answer.id == 9
 
 
 def test_a_reset_removes_what_is_just_being_written() -> None:

@@ -218,20 +218,16 @@ def test_an_adapter_that_was_replaced_is_neither_read_nor_saved(half: Callable[.
 
     scheduler = half(FULL)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"1" * 100)
-    first = request("first", lora_request=LoRARequest("sql", 1, str(tmp_path)))
-    scheduler.on_new_request(first)
+    scheduler.on_new_request(request("first", lora_request=LoRARequest("sql", 1, str(tmp_path))))
+    scheduler.on_new_request(request("second", lora_request=LoRARequest("sql", 1, str(tmp_path))))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"2" * 200)
-    loaded = request("loaded", lora_request=LoRARequest("sql", 1, str(tmp_path)))
     ticket = {"kvtally": {"ticket": "t", "role": "prefill"}}
-    replaced = request(
-        "replaced", lora_request=LoRARequest("sql", 1, str(tmp_path), load_inplace=True), kv_transfer_params=ticket
-    )
-    scheduler.on_new_request(loaded)
+    replaced = request("replaced", lora_request=LoRARequest("sql", 1, str(tmp_path)), kv_transfer_params=ticket)
     scheduler.on_new_request(replaced)
     tracks = scheduler._tracks
-    assert [tracks[name].may_save for name in ("first", "loaded", "replaced")] == [True, True, False]
+    assert [tracks[name].may_save for name in ("first", "second", "replaced")] == [True, True, False]
     assert tracks["replaced"].is_opaque
-    assert tracks["loaded"].path._extras == tracks["first"].path._extras != tracks["replaced"].path._extras
+    assert tracks["second"].path._extras == tracks["first"].path._extras
     assert replaced.num_prompt_tokens == 200  # nothing is handed over
 
 
