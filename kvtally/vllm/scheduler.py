@@ -45,6 +45,7 @@ log = logging.getLogger("kvtally.vllm")
 # Of the engine's blocks, so many may be held for saves. Where saving is slower than computing, or the store takes
 # nothing, the engine must not run out of them.
 MOST_HELD = 1 / 4
+MOST_EXPIRED = 4  # leases of a request that end before there is room for it; then it is computed
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +61,7 @@ class Track(Question):
     saved_chunks: int = 0  # chunks that are in the store already or on their way there
     tail_saved: bool = False
     preemptions: int = 0  # how many the request had when it was last asked about
+    expired: int = 0  # leases of it that ended before it could be loaded
     local_tokens: int = 0
     external_tokens: int = 0
     disk_tokens: int = 0
@@ -185,10 +187,14 @@ class SchedulerHalf:
             known = answer.end_tokens // self._layout.namespace.chunk_tokens
             track.saved_chunks = max(track.saved_chunks, known)
         lease = track.answer.lease
-        if lease is not None and not lease.is_live:  # the request was scheduled too late, or the store is gone
+        if lease is not None and not lease.is_live:  # there was no room for it for so long, or the store is gone
+            self._let_go(track)
+            if lease.session.alive and track.expired < MOST_EXPIRED:
+                track.expired += 1
+                self._asking.again(track)
+                return self.matched_tokens(request, computed_tokens)
             track.reason = MissReason.LEASE_EXPIRED if lease.session.alive else MissReason.STORE_UNREACHABLE
             self.tally.count(MISSES, track.reason)
-            self._let_go(track)
         if lease is None or not lease.is_live or is_covered:
             return 0, False
         external = track.answer.end_tokens - computed_tokens

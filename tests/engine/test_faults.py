@@ -237,8 +237,9 @@ def test_what_an_arena_cannot_hold_at_once_is_held_in_turn(patient_scene: Scene)
     reasons = scene.reasons()
     assert any(output.cached_tokens > 0 for output in outputs)
     for output, reason in zip(outputs, reasons, strict=True):
-        assert reason in ("", MissReason.ARENA_FULL)
-        assert (output.cached_tokens > 0) == (reason == ""), (outputs, reasons)
+        # What is held says that nobody saved the prompt's last tokens.
+        assert reason in ("", MissReason.ABSENT, MissReason.ARENA_FULL)
+        assert (output.cached_tokens > 0) == (reason != MissReason.ARENA_FULL), (outputs, reasons)
 
 
 def test_a_hand_off_that_the_arena_cannot_hold_is_not_waited_for(patient_scene: Scene) -> None:
