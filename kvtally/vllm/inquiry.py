@@ -167,12 +167,15 @@ class Inquiries:
         deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
 
         def insist(client: StoreClient) -> None:
-            """A store tells who waits before its disk has removed everything: then it is asked again."""
-            is_done = False
-            while not is_done and (left_ns := deadline_ns - time.monotonic_ns()) > 0:
-                is_done = not isinstance(client.reset(timeout_s=left_ns / 1e9).wait(), Miss)
-                time.sleep(0 if is_done else RESET_PAUSE_S)
-            done.put(is_done)
+            """A store refuses where its disk has not removed everything in time: then it is asked again."""
+            result = client.reset(timeout_s=timeout_s).wait()
+            while isinstance(result, Miss) and result.reason == MissReason.REFUSED:
+                time.sleep(RESET_PAUSE_S)
+                left_s = (deadline_ns - time.monotonic_ns()) / 1e9
+                if left_s <= 0:
+                    break
+                result = client.reset(timeout_s=left_s).wait()
+            done.put(not isinstance(result, Miss))
 
         self._commands.put(insist)
         try:
