@@ -364,22 +364,20 @@ class Settings:
                 ) from error
         return text
 
-    def _path(self, key: str) -> str:
+    def _path(self, key: str, scheme: str = "") -> str:
         given = self._given.get(key)
-        text = _text(key, given) if given else ""
+        text = _text(key, given).removeprefix(scheme) if given else ""
         return os.path.abspath(given.base / os.path.expanduser(text)) if given and text else ""
 
     def _local_store(self) -> str:
         """Engines use shared memory: their store's socket is a path, with or without `unix:`."""
-        given = self._given.get("connector.store")
-        text = _text("connector.store", given) if given else ""
-        if given and ("://" in text or text.startswith("tcp:")):
+        text = self._plain("connector.store")
+        if "://" in text or text.startswith("tcp:"):
             raise _wrong(
-                f"{_told('connector.store', given)} is not a path",
+                f"{_told('connector.store', self._given['connector.store'])} is not a path",
                 "Engines share memory with a store on their own machine: give its socket, unix:/path or /path.",
             )
-        path = os.path.expanduser(text.removeprefix("unix:"))
-        return os.path.abspath(given.base / path) if given and path else ""
+        return self._path("connector.store", scheme="unix:")
 
     def _readable_path(self, key: str) -> str:
         path = self._path(key)

@@ -1,7 +1,7 @@
-"""What this machine, or the container we run in, can give: memory, room on disk, a port. Reads the system, changes
-nothing.
+"""What this machine, or the container we run in, can give: memory, room on disk, a port, and what a process of ours is
+started with. Reads the system, changes nothing.
 
-Neighbours: `config` (defaults and limits of sizes), `store.arena`; demo and benches (ports).
+Neighbours: `config` (defaults and limits of sizes), `store.arena`; demo, benches and tests (ports, processes).
 """
 
 from __future__ import annotations
@@ -84,3 +84,14 @@ def _allocated_bytes(directory: Path) -> Iterator[int]:
     for parent, _, names in os.walk(directory):
         for name in names:
             yield os.lstat(os.path.join(parent, name)).st_blocks * 512
+
+
+def python_path() -> str:
+    """PYTHONPATH of a process that is to import this very package, wherever it was imported from."""
+    return os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def own_environment() -> dict[str, str]:
+    """Ours without settings, which would make what is started another thing, and with this package."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVTALLY_")}
+    return {**kept, "PYTHONPATH": python_path()}

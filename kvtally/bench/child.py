@@ -25,8 +25,8 @@ from typing import IO, Self, TypeVar
 
 import msgspec
 
-import kvtally
 from kvtally.errors import ConfigError, TransportError
+from kvtally.machine import own_environment
 
 GRACE_S = 20.0  # how long a process may take to shut down
 STOP_S = GRACE_S + 10.0
@@ -49,22 +49,22 @@ class Child:
         remedy: str = "See what its log says; --part runs parts one by one.",
     ) -> None:
         self._log, self._what, self._remedy = log, what, remedy
-        path = [str(Path(kvtally.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        settings = {name: value for name, value in os.environ.items() if not name.startswith("KVTALLY_")}
-        try:
-            with log.open("ab") as file:
+        with log.open("ab") as file:
+            try:
                 self._process = subprocess.Popen(
                     [python, "-m", module],
-                    env={**settings, "PYTHONPATH": os.pathsep.join(path)},
+                    env=own_environment(),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=file,
                     bufsize=0,
                     start_new_session=True,
                 )
-        except OSError as error:
-            what = f"{python} cannot be run: {error.strerror}"
-            raise ConfigError(what, remedy="Give --python an interpreter that has vLLM.", code="KV-102") from error
+            except OSError as error:
+                reason = f"{python} cannot be run: {error.strerror}"
+                raise ConfigError(
+                    reason, remedy="Give --python an interpreter that has vLLM.", code="KV-102"
+                ) from error
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
 

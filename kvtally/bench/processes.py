@@ -17,11 +17,11 @@ from pathlib import Path
 
 import msgspec
 
-import kvtally
 from kvtally.bench.tasks import StoreState, Task
 from kvtally.bench.worker import Answer
 from kvtally.client import Miss, StoreClient
 from kvtally.errors import TransportError
+from kvtally.machine import own_environment
 
 START_S = 60.0
 TASK_S = 300.0  # the longest task fills an index with a million objects
@@ -50,7 +50,11 @@ class Daemon:
             command += ["--disk-read-limit", str(disk_read_bytes_s)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvtally", *command], cwd=directory, env=_environment(), stdout=log, stderr=log
+                [sys.executable, "-m", "kvtally", *command],
+                cwd=directory,
+                env=own_environment(),
+                stdout=log,
+                stderr=log,
             )
         self._client = StoreClient(self.socket, name="bench")
         with ExitStack() as stack:
@@ -111,7 +115,7 @@ class Worker:
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kvtally.bench.worker"],
-            env=_environment(),
+            env=own_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -160,13 +164,6 @@ def ask_all(workers: Sequence[Worker], tasks: Sequence[Task]) -> list[list[float
     for worker, task in zip(workers, tasks, strict=True):
         worker.send(task)
     return [worker.receive() for worker in workers]
-
-
-def _environment() -> dict[str, str]:
-    """Ours without settings, which would make the measured store another one, and able to import this very package."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTALLY_")}
-    path = [str(Path(kvtally.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**environment, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def _end(process: subprocess.Popen[bytes], *, ask: bool = True) -> None:

@@ -31,13 +31,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-import kvtally
 from kvtally import __version__
 from kvtally.bench.command import leaving
 from kvtally.bench.processes import Daemon
 from kvtally.bench.route_parts import Outcome, Task
 from kvtally.errors import TransportError
-from kvtally.machine import free_ports
+from kvtally.machine import free_ports, own_environment
 from kvtally.units import human_size
 from kvtally.wire.limits import MIB
 
@@ -108,7 +107,7 @@ class Part:
         with (directory / "parts.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *command],
-                env=_environment(directory),
+                env=own_environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -292,13 +291,6 @@ def _verdicts(port: int) -> dict[str, int]:
     prefix = 'kvtally_router_verdicts_total{verdict="'
     rows = [line.removeprefix(prefix).split('"} ') for line in lines if line.startswith(prefix)]
     return {verdict: int(float(count)) for verdict, count in rows}
-
-
-def _environment(directory: Path) -> dict[str, str]:
-    """Ours without settings, and able to import this very package."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVTALLY_")}
-    path = [str(Path(kvtally.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**kept, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def _broken(what: str) -> TransportError:

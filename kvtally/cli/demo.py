@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvtally.cli.demo_store import leave, place
+from kvtally.bench.command import leaving
+from kvtally.cli.demo_store import place
 from kvtally.cli.render import read_stats
 from kvtally.client import Miss
 from kvtally.core.receipts import Verdict
@@ -80,12 +81,10 @@ def main(arguments: Sequence[str]) -> int:
             remedy="Run `make setup`; without vLLM, `kvtally demo-store` shows the store alone.",
             code="KV-106",
         )
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, leave)
     console = Console(stderr=options.json)
     console.print(INTRODUCTION, highlight=False)
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kvtally-demo-", dir=place()) as directory:
+    with leaving(), tempfile.TemporaryDirectory(prefix="kvtally-demo-", dir=place()) as directory:
         rows = _show(Path(directory), console)
     seconds = time.monotonic() - begun
     is_proved = bool(rows) and all(row.proved for row in rows)

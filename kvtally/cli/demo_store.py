@@ -24,21 +24,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import kvtally
+from kvtally.bench.command import leaving
 from kvtally.cli.render import Stats, read_stats
 from kvtally.client import Miss, StoreClient
 from kvtally.config import LONGEST_SOCKET_PATH_BYTES
 from kvtally.core.geometry import runs
 from kvtally.core.receipts import Role, Verdict
 from kvtally.errors import KVTallyError, TierError, TransportError
+from kvtally.machine import own_environment
 from kvtally.shm import address_of
 from kvtally.testing.engine import FULL, NAMESPACE, Answer, SyntheticEngine
 from kvtally.wire.messages import MissReason
@@ -78,12 +77,11 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.engine:
         return _be_engine(*options.engine)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, leave)
     begun = time.monotonic()
     table = None if options.json else Report()
     rows: list[Row] = []
     with (
+        leaving(),
         tempfile.TemporaryDirectory(prefix="kvtally-demo-", dir=place()) as directory,
         Stage(Path(directory)) as stage,
     ):
@@ -292,8 +290,6 @@ class Child:
     def __init__(self, directory: Path, name: str, arguments: Sequence[str], *, pipes: int) -> None:
         self.name = name
         self._log = directory / f"{name}.log"
-        settings = {key: value for key, value in os.environ.items() if not key.startswith("KVTALLY_")}
-        path = [str(Path(kvtally.__file__).parents[1]), settings.get("PYTHONPATH", "")]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *arguments],
@@ -302,7 +298,7 @@ class Child:
                 stderr=log,
                 bufsize=0,
                 cwd=directory,
-                env={**settings, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+                env=own_environment(),
                 process_group=0,
                 preexec_fn=_die_with_parent,
             )
@@ -427,10 +423,6 @@ class Stage:
 
 def _ticket(tokens: Tokens) -> str:
     return f"demo-{len(tokens)}"
-
-
-def leave(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 def _die_with_parent() -> None:

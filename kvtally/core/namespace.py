@@ -53,6 +53,13 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         """Bytes of one block, all layers of a pipeline stage together."""
         return sum(self.page_bytes[stage])
 
+    def object_bytes(self, span_tokens: int, stage: int = 0) -> int:
+        """Bytes of the object that covers `span_tokens` from a block's start (a state's span does not matter)."""
+        blocks = 1
+        if self.kind is not GroupKind.RECURRENT:
+            blocks = -(-span_tokens // self.block_tokens) - self.first_kept(0, span_tokens) // self.block_tokens
+        return blocks * self.block_bytes(stage)
+
     def first_kept(self, start_tokens: int, end_tokens: int) -> int:
         """The first token of which the object for `[start_tokens, end_tokens)` of an attention group has the KV.
 
@@ -104,12 +111,7 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return rank // self.tensor_parallel
 
     def object_bytes(self, group: int, rank: int, span_tokens: int) -> int:
-        """Bytes of the object that covers `span_tokens` from a block's start (a state's span does not matter)."""
-        spec = self.groups[group]
-        blocks = 1
-        if spec.kind is not GroupKind.RECURRENT:
-            blocks = -(-span_tokens // spec.block_tokens) - spec.first_kept(0, span_tokens) // spec.block_tokens
-        return blocks * spec.block_bytes(self.stage(rank))
+        return self.groups[group].object_bytes(span_tokens, self.stage(rank))
 
 
 def canonical(namespace: Namespace) -> bytes:

@@ -21,6 +21,7 @@ import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -89,8 +90,8 @@ class Router:
             ("GET", "/metrics"): self._metrics,
             ("GET", "/instances"): self._instances,
             ("GET", "/receipts"): self._receipts,
-            ("POST", "/drain"): self._drain,
-            ("POST", "/undrain"): self._drain,
+            ("POST", "/drain"): partial(self._drain, is_draining=True),
+            ("POST", "/undrain"): partial(self._drain, is_draining=False),
         }
         self.server = web.Server(
             self.handle,
@@ -164,7 +165,7 @@ class Router:
         count = int(text) if text.isascii() and text.isdecimal() else DEFAULT_RECEIPTS
         return _json([record.tree() for record in self._sources.tally.last(min(count, MOST_RECEIPTS))])
 
-    async def _drain(self, request: web.BaseRequest) -> web.Response:
+    async def _drain(self, request: web.BaseRequest, *, is_draining: bool) -> web.Response:
         refusal = self._refusal(request)
         if refusal is not None:
             return refusal
@@ -172,7 +173,7 @@ class Router:
         if member is None:
             names = ", ".join(self._sources.pool.members)
             return _refused(404, "no such instance", f"One of: {names}.")
-        member.is_draining = request.path.rstrip("/") == "/drain"
+        member.is_draining = is_draining
         logger.info("instance %s is %s", member.name, member.state)
         return _json({"instance": member.name, "state": member.state, "requests": member.legs})
 

@@ -22,6 +22,7 @@ import signal
 import socket
 import ssl
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -230,7 +231,7 @@ class StoreServer:
                 logger.warning("tier %s was not closed in order: %s", tier.name, error)
 
 
-class Front:
+class Front(ABC):
     """Accepts on one listening socket. Who is admitted counts as a stranger from then on, also before TLS is agreed."""
 
     def __init__(
@@ -275,9 +276,9 @@ class Front:
             except OSError:  # it went away, or there is no descriptor left for its pipe
                 peer.close()
 
+    @abstractmethod
     def _admit(self, peer: socket.socket) -> Connection:
         """Who this is. Raises KVTallyError to have it refused."""
-        raise NotImplementedError
 
     def _refuse(self, peer: socket.socket, error: KVTallyError) -> None:
         self._hub.ended[error.code] += 1

@@ -28,7 +28,7 @@ import msgspec
 
 from kvtally.core.namespace import GroupKind
 from kvtally.errors import TransportError
-from kvtally.machine import free_ports
+from kvtally.machine import free_ports, python_path
 from kvtally.testing import nursery as nurseries
 
 START_S = 300.0
@@ -326,7 +326,7 @@ class ProcessGroup:
     ) -> None:
         self._log = log
         role, *others = arguments
-        surroundings = {**os.environ, **ENVIRONMENT, "PYTHONPATH": nurseries.python_path(), **environment}
+        surroundings = {**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(), **environment}
         with log.open("ab") as file:
             self._process = nurseries.nursery(nursery).start([role, str(grace_s), *others], surroundings, file)
         self.stdin, self.stdout = self._process.stdin, self._process.stdout

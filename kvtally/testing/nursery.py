@@ -25,13 +25,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
-from pathlib import Path
 from typing import IO
 
 import msgspec
 
-import kvtally
 from kvtally.errors import TransportError
+from kvtally.machine import python_path
 
 START_S = 120.0
 END_S = 30.0
@@ -148,12 +147,6 @@ def nursery(number: int) -> Nursery:
         if known is None or not known.is_open:
             known = _nurseries[number] = Nursery({**os.environ, "PYTHONPATH": python_path()})
         return known
-
-
-def python_path() -> str:
-    """With this package in front, wherever it was imported from."""
-    package = str(Path(kvtally.__file__).parents[1])
-    return os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 # ---- the process

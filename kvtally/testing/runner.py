@@ -1,8 +1,8 @@
 """The process in which a test's engine lives, forked by `testing.nursery`.
 
 `engine` builds `vllm.LLM` and answers commands from stdin; `server` is vLLM's OpenAI server with the flags that follow;
-`guard` only keeps another command and ends it in time. Messages and the other end of the pipes are `testing.engines`'.
-This is the one module outside `kvtally.vllm` that imports vllm.
+`guard` only keeps another command and ends it in time, for tests of all this without vLLM. Messages and the other end
+of the pipes are `testing.engines`'. This is the one module outside `kvtally.vllm` that imports vllm.
 
 The sabotage that negative controls need is done here, in the engine's memory after a connector has loaded a block: so
 it works on any connector, and no checksum of the connector's own can notice. Threading: the engine runs in the main

@@ -84,13 +84,18 @@ def shell_command(process: Process) -> str:
     return " ".join([*settings, shlex.join(process.argv)])
 
 
+def counted(lives_s: Sequence[float]) -> list[float]:
+    """Those that ended since the process last lived well; the death that ended a good life is the first."""
+    last_good = max((number for number, life_s in enumerate(lives_s) if life_s >= GOOD_LIFE_S), default=0)
+    return list(lives_s[last_good:])
+
+
 def pause_s(lives_s: Sequence[float]) -> float | None:
     """How long to wait before the next start of a process that died each time after so long; None: it dies too often.
 
     Deaths are counted, not timed: an engine may take minutes to start, only to die at once.
     """
-    last_good = max((number for number, life_s in enumerate(lives_s) if life_s >= GOOD_LIFE_S), default=0)
-    deaths = len(lives_s) - last_good  # the one that ended a good life is the first
+    deaths = len(counted(lives_s))
     return min(2.0 ** (deaths - 1), LONGEST_PAUSE_S) if deaths <= MOST_RESTARTS else None
 
 

@@ -31,7 +31,7 @@ import msgspec
 from kvtally.errors import ConfigError, TransportError
 from kvtally.up import guard
 from kvtally.up.machine import answers
-from kvtally.up.plan import GOOD_LIFE_S, Process, pause_s
+from kvtally.up.plan import Process, counted, pause_s
 
 GRACE_S = 35.0  # for a process to end by itself: a router lets streams end, for 30 s; a store writes to its disk
 GUARD_START_S = 5.0
@@ -277,9 +277,7 @@ class Supervisor:
     def _after_death(self, kept: Kept, child: Child) -> float | None:
         """How long to wait before the next start. None: no more; raises where its part has nobody left."""
         life_s = 0.0 if kept.ready_s is None else time.monotonic() - kept.ready_s
-        if life_s >= GOOD_LIFE_S:
-            kept.lives_s.clear()
-        kept.lives_s.append(life_s)
+        kept.lives_s = counted([*kept.lives_s, life_s])
         kept.ready_s = None
         how = self._how_it_ended(kept, child)
         delay_s = self._pause(kept.lives_s)

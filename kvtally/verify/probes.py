@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-CHUNK_FROM_TOKENS = 256  # a chunk is the smallest number of whole blocks at or above this (see core.geometry)
+from kvtally.core.namespace import chunk_tokens
+
 SHORT_TOKENS = 30
 TURN_TOKENS = 40  # what a next turn adds
 MAX_TOKENS = 12  # of each answer
@@ -22,10 +23,6 @@ class Shape(NamedTuple):
     name: str
     tokens: int
     is_streamed: bool = False
-
-
-def chunk_tokens(block_tokens: int) -> int:
-    return -(-CHUNK_FROM_TOKENS // block_tokens) * block_tokens
 
 
 def shapes(block_tokens: int, limit_tokens: int) -> list[Shape]:

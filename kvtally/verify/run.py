@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtally.core.namespace import chunk_tokens
 from kvtally.core.receipts import Verdict
 from kvtally.errors import KVTallyError, TransportError
 from kvtally.verify.http import Response, Server
@@ -35,7 +36,7 @@ from kvtally.verify.judge import (
     judge,
     tolerance,
 )
-from kvtally.verify.probes import MAX_TOKENS, TURN_TOKENS, Shape, chunk_tokens, shapes, words
+from kvtally.verify.probes import MAX_TOKENS, TURN_TOKENS, Shape, shapes, words
 
 COUNTERS_S = 2.0  # vLLM counts a prompt a moment after it has answered
 RECEIPT_S = 1.0  # the router keeps a receipt when the response has ended

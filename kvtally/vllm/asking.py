@@ -156,7 +156,7 @@ class Asking:
             self._running += 1
 
     def again(self, question: Question) -> None:
-        """It was preempted: another life, another question."""
+        """Another life, another question: it was preempted, or what was answered does not hold any more."""
         question.answer, question.inquiry, question.is_left, question.came_ns = None, None, False, 0
 
     def ended(self, question: Question) -> None:

@@ -92,10 +92,7 @@ def _chunk_tokens(groups: tuple[GroupSpec, ...], alignment: int) -> int:
     """About 256; fewer where so many would be an object that no store takes."""
 
     def largest_bytes(chunk: int) -> int:
-        return max(
-            spec.block_bytes() * (1 if spec.kind is GroupKind.RECURRENT else -(-chunk // spec.block_tokens))
-            for spec in groups
-        )
+        return max(spec.object_bytes(chunk) for spec in groups)
 
     most_bytes = Limits().object_bytes
     chunk = chunk_tokens(alignment)

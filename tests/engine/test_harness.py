@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from kvtally.testing.cases import Case, Comparison, cases, compare, conforms, cr
 from kvtally.testing.conformance import Control, Report, Result
 from kvtally.testing.engines import Engine, Output, ProcessGroup, sums
 from kvtally.testing.models import RECIPES, Recipe
+from tests.unit.shell import eventually
 
 DEADLINE_S = 20.0
 REFERENCE = Output(tokens=[1, 2, 3], logprobs=[-1.0, -2.0, -3.0], margins=[0.5, 0.001, 0.5], cached_tokens=0)
@@ -143,13 +143,6 @@ def processes(mark: str) -> list[int]:
     return found
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def wait_for(count: int, mark: str) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while len(processes(mark)) != count:
@@ -196,7 +189,7 @@ def test_orders_of_several_threads_are_not_mixed_up(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         ordered = list(pool.map(order, [f"r{number}" for number in range(16)]))
     for name, group in ordered:
-        wait_until(lambda name=name: (tmp_path / name).read_text().split() == [name])
+        eventually(lambda name=name: (tmp_path / name).read_text().split() == [name])
         children = Path(f"/proc/{group.pid}/task/{group.pid}/children").read_text().split()
         assert any(name in Path(f"/proc/{child}/cmdline").read_text() for child in children)
     for _, group in ordered:
@@ -222,7 +215,7 @@ def test_an_order_that_fails_spoils_no_other(tmp_path: Path, monkeypatch: pytest
     assert len(os.listdir("/proc/self/fd")) == before - 1  # that nursery's socket, and no other
     assert nurseries.nursery(0) is not failing
     group = ProcessGroup(["guard", sys.executable, "-c", PATIENT, "next"], tmp_path / "next", {}, grace_s=0.1)
-    wait_until(lambda: (tmp_path / "next").read_text() == "next\n")
+    eventually(lambda: (tmp_path / "next").read_text() == "next\n")
     group.kill()
 
 

@@ -331,13 +331,19 @@ def test_where_many_arrive_before_a_step_the_first_are_asked_about_meanwhile(
     assert inquiries.asked == [first.inquiry, second.inquiry]
 
 
-def test_whom_the_scheduler_does_not_come_to_is_asked_about_after_its_step(
-    asking: Callable[..., Asking], inquiries: Asked, bench: Bench
-) -> None:
+@pytest.fixture
+def arrived(asking: Callable[..., Asking], bench: Bench) -> tuple[Asking, Question]:
+    """A request that the store has, and that the scheduler has not come to yet."""
     save(bench)
-    scheduler = asking(may_leave=True)
-    asked = question()
+    scheduler, asked = asking(may_leave=True), question()
     scheduler.arrived(asked)
+    return scheduler, asked
+
+
+def test_whom_the_scheduler_does_not_come_to_is_asked_about_after_its_step(
+    arrived: tuple[Asking, Question], inquiries: Asked
+) -> None:
+    scheduler, asked = arrived
     scheduler.step_launched(0)
     scheduler.step_launched(0)
     assert [inquiry.is_early for inquiry in inquiries.asked] == [True]
@@ -345,14 +351,9 @@ def test_whom_the_scheduler_does_not_come_to_is_asked_about_after_its_step(
     assert len(inquiries.asked) == 1
 
 
-def test_what_was_left_is_asked_about_when_it_is_evicted(
-    asking: Callable[..., Asking], inquiries: Asked, bench: Bench
-) -> None:
+def test_what_was_left_is_asked_about_when_it_is_evicted(arrived: tuple[Asking, Question], inquiries: Asked) -> None:
     """It waited for room, and others took what the engine's own cache had of it."""
-    save(bench)
-    scheduler = asking(may_leave=True)
-    asked = question()
-    scheduler.arrived(asked)
+    scheduler, asked = arrived
     assert scheduler.leave(asked, is_saved=True)
     assert scheduler.come_back(asked)
     assert matched(scheduler, asked) == 192

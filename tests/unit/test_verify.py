@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from kvtally.cli import main as cli
+from kvtally.core.namespace import chunk_tokens
 from kvtally.core.receipts import Verdict
 from kvtally.core.routing import Skip
 from kvtally.machine import free_ports
@@ -33,7 +34,7 @@ from kvtally.verify.judge import (
     judge,
     tolerance,
 )
-from kvtally.verify.probes import MAX_TOKENS, TURN_TOKENS, Shape, chunk_tokens, shapes, words
+from kvtally.verify.probes import MAX_TOKENS, TURN_TOKENS, Shape, shapes, words
 from kvtally.verify.reasons import REASONS, explain
 from kvtally.wire.messages import MissReason
 

@@ -296,8 +296,8 @@ def test_with_longrope_the_longest_context_counts(digest: Callable[..., str], tm
 # ---- how long a chunk is
 
 
-def sized(layers: int, page_bytes: int, kind: GroupKind = GroupKind.FULL) -> GroupSpec:
-    return GroupSpec(kind=kind, block_tokens=BLOCK, page_bytes=((page_bytes,) * layers,))
+def sized(layers: int, page_bytes: int, kind: GroupKind = GroupKind.FULL, *, window: int = 0) -> GroupSpec:
+    return GroupSpec(kind=kind, block_tokens=BLOCK, page_bytes=((page_bytes,) * layers,), window_tokens=window)
 
 
 @pytest.mark.parametrize(
@@ -306,6 +306,7 @@ def sized(layers: int, page_bytes: int, kind: GroupKind = GroupKind.FULL) -> Gro
         (sized(36, 64 << 10), 256),  # Qwen3-8B
         (sized(32, 256 << 10), 128),  # Llama-2-7B: 512 KiB for each token
         (sized(80, 256 << 10), 32),
+        (sized(32, 256 << 10, GroupKind.SLIDING, window=64), 256),  # a window's objects are short
         (sized(1, 8 << 20, GroupKind.RECURRENT), 256),  # a state is one block, however long the chunk
     ],
 )
