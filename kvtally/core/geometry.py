@@ -94,6 +94,10 @@ class GroupLayout:
         return sum(layer.page_bytes for layer in self.layers)
 
     @cached_property
+    def longest_page_bytes(self) -> int:
+        return max((layer.page_bytes for layer in self.layers), default=0)
+
+    @cached_property
     def grain_bytes(self) -> int:
         """The largest power of two that divides every page; 0 without any."""
         merged = reduce(or_, (layer.page_bytes for layer in self.layers), 0)

@@ -49,7 +49,7 @@ log = logging.getLogger("kvtally.device")
 # comes late, so several stages are filled ahead (loads are waited for, saves are not); and it must seldom ask for its
 # turn, so stages are large, and everything is queued by calls that keep the interpreter (`driver`).
 STAGE_BYTES = 80 << 20  # 1.5 ms of bus
-LOAD_STAGES = 3
+LOAD_STAGES = 3  # no more: short loads wait for what was queued before them, and so may an engine's own copies
 # What a prefill leaves to be saved is queued while the GPU still computes it and the engine's thread waits. So there
 # are many stages for saves, which share two buffers: the GPU itself sees to it that one is empty before it is filled.
 SAVE_STAGES = 16
@@ -70,16 +70,20 @@ except ImportError:  # no Triton
     kernels = None  # type: ignore[assignment]
 
 
+class Shape(NamedTuple):
+    """Of a batch: what decides its leaves. Most batches have one of few shapes."""
+
+    unit: int
+    is_hashed: bool
+    lengths: tuple[int, ...]
+
+
 class Tables(NamedTuple):
     """What kernels read of a batch, one behind the other in one table: so many addresses of units, so many leaves."""
 
     units: int
     leaves: int
     longest_bytes: int  # of the leaves
-
-    @property
-    def size(self) -> int:
-        return self.units + LEAF_COLUMNS * self.leaves
 
 
 class Twins:
@@ -115,6 +119,8 @@ class Stage:
             event.record(torch.cuda.current_stream(device))  # only now it has a handle
         self.is_taken = False
         self.table = Twins(device, 4096)
+        self.shape: Shape | None = None  # of the batch whose leaves are in the table, on both sides
+        self.tables = Tables(0, 0, 0)  # of that batch
         self.most_leaves = buffer.numel() // LEAF_BYTES + 1
         self.digests = Twins(device, self.most_leaves)
 
@@ -141,9 +147,11 @@ class Lane:
         return sum(stage.is_taken for stage in self.stages)
 
     def take(self) -> Stage | None:
-        for stage in self.stages:
+        """The one that was taken longest ago: so buffers are used in turn."""
+        for index, stage in enumerate(self.stages):
             if not stage.is_taken:
                 stage.is_taken = True
+                self.stages.append(self.stages.pop(index))
                 return stage
         return None
 
@@ -172,6 +180,11 @@ class Batch:
     def takes(self, unit: int, length: int) -> bool:
         has_room = self.size_bytes + length <= self.stage.buffer.numel()
         return unit == self.unit and has_room and self.leaves + leaf_count(length) <= self.stage.most_leaves
+
+    @property
+    def shape(self) -> Shape:
+        is_hashed = any(part.move.seed is not None for part in self.parts)
+        return Shape(self.unit, is_hashed, tuple(part.length for part in self.parts))
 
     def add(self, number: int, move: Move, length: int) -> Part:
         part = Part(number, move, self.size_bytes, length, self.leaves)
@@ -212,8 +225,8 @@ class CudaCopies:
         self._driver.enter()
         for unit in sorted(set(map(unit_of, sizes_bytes)) - {0}):
             for leaves in (NO_LEAVES, leaf_rows(unit, 0, 0)):
-                tables = _fill(stage.table, address, leaves)
-                self._upload(self._out, stage, tables)
+                tables = _fill(stage, [address], leaves)
+                self._upload(self._out, stage, len(address) + leaves.size)
                 for into_stage in (True, False):
                     self._launch(self._out, stage, unit, tables, into_stage=into_stage)
             self._out.pages.synchronize()
@@ -284,7 +297,7 @@ class CudaCopies:
                 yield 0.0
             while queued:
                 while not self._is_done(queued[0]):
-                    yield END_PAUSE_S if lane.taken == len(queued) <= 2 else SHARED_PAUSE_S
+                    yield END_PAUSE_S if lane.taken == len(queued) <= 2 else SHARED_PAUSE_S * max(1, len(queued) - 1)
                 self._collect(queued.popleft(), checksums)
         finally:  # an error, or nobody wants this any more: what the GPU was told to do, it does
             if queued:
@@ -339,9 +352,7 @@ class CudaCopies:
         bus, pages = lane.bus.cuda_stream, lane.pages.cuda_stream
         crossed, done = stage.crossed.cuda_event, stage.done.cuda_event
         driver.enter()
-        tables = self._tables(memory, batch) if batch.unit else None
-        if tables is not None:
-            self._upload(lane, stage, tables)
+        tables = self._place_tables(lane, memory, batch) if batch.unit else None
         if is_load:
             driver.record(crossed, bus)
             driver.wait(pages, crossed)
@@ -362,28 +373,35 @@ class CudaCopies:
             lane.emptied[stage.address] = stage.done
         driver.record(done, pages if is_load else bus)
 
-    def _upload(self, lane: Lane, stage: Stage, tables: Tables) -> None:
-        """A load's goes up on the bus, behind what was loaded: no later copy goes first. A save's would wait there for
-        all loads that are queued."""
+    def _place_tables(self, lane: Lane, memory: torch.Tensor, batch: Batch) -> Tables:
+        """On the GPU, in the order of the stream. Leaves only if others are there."""
+        stage, shape, base = batch.stage, batch.shape, memory.data_ptr()
+        units = [
+            unit_addresses(part.move.layout, part.move.block_ids, part.move.skip_blocks, base, shape.unit)
+            for part in batch.parts
+        ]
+        if shape == stage.shape:
+            np.concatenate(units, out=stage.table.numbers[: stage.tables.units])
+            self._upload(lane, stage, stage.tables.units)
+            return stage.tables
+        leaves = NO_LEAVES
+        if shape.is_hashed:
+            rows = [leaf_rows(part.length, part.start // shape.unit, part.leaf) for part in batch.parts]
+            leaves = np.concatenate(rows)
+        stage.tables = _fill(stage, units, leaves)
+        self._upload(lane, stage, stage.tables.units + leaves.size)
+        stage.shape = shape
+        return stage.tables
+
+    def _upload(self, lane: Lane, stage: Stage, count: int) -> None:
+        """So many numbers of its table. A load's go up on the bus, behind what was loaded: no later copy goes first. A
+        save's would wait there for all loads that are queued."""
         table = stage.table
         if lane is self._in:
-            self._driver.copy(table.there_at, table.here_at, 8 * tables.size, lane.bus.cuda_stream)
+            self._driver.copy(table.there_at, table.here_at, 8 * count, lane.bus.cuda_stream)
         else:
-            grid = (-(-tables.size // kernels.FETCHED), 1)
-            self._run("fetch", grid, lane.pages, (table.here, table.there, tables.size), WORDS=kernels.FETCHED)
-
-    def _tables(self, memory: torch.Tensor, batch: Batch) -> Tables:
-        unit, base = batch.unit, memory.data_ptr()
-        units = np.concatenate(
-            [
-                unit_addresses(part.move.layout, part.move.block_ids, part.move.skip_blocks, base, unit)
-                for part in batch.parts
-            ]
-        )
-        leaves = NO_LEAVES
-        if any(part.move.seed is not None for part in batch.parts):
-            leaves = np.concatenate([leaf_rows(part.length, part.start // unit, part.leaf) for part in batch.parts])
-        return _fill(batch.stage.table, units, leaves)
+            grid = (-(-count // kernels.FETCHED), 1)
+            self._run("fetch", grid, lane.pages, (table.here, table.there, count), WORDS=kernels.FETCHED)
 
     def _launch(self, lane: Lane, stage: Stage, unit: int, tables: Tables, *, into_stage: bool) -> None:
         """Pages to the stage or back, with digests if there are leaves. What is hashed is what is copied: a page that
@@ -436,12 +454,13 @@ class CudaCopies:
         batch.stage.is_taken = False
 
 
-def _fill(table: Twins, units: Table, leaves: Table) -> Tables:
+def _fill(stage: Stage, units: Sequence[Table], leaves: Table) -> Tables:
     """These one behind the other in pinned memory, to be uploaded."""
-    tables = Tables(len(units), len(leaves), int(leaves[:, LENGTH_COLUMN].max(initial=0)))
-    table.reserve(tables.size)
-    np.concatenate([units, leaves.ravel()], out=table.numbers[: tables.size])
-    return tables
+    stage.shape = None
+    count = sum(map(len, units))
+    stage.table.reserve(count + leaves.size)
+    np.concatenate([*units, leaves.ravel()], out=stage.table.numbers[: count + leaves.size])
+    return Tables(count, len(leaves), int(leaves[:, LENGTH_COLUMN].max(initial=0)))
 
 
 def _copy_runs(memory: torch.Tensor, batch: Batch, *, into_stage: bool) -> None:

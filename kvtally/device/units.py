@@ -49,9 +49,9 @@ def unit_addresses(layout: GroupLayout, block_ids: Sequence[int], skip_blocks: i
     starts: Table = np.array(block_ids, dtype=np.int64) * strides + (offsets + base)
     if skip_blocks:
         starts = np.concatenate([np.zeros((len(starts), skip_blocks), dtype=np.int64), starts], axis=1)
-    counts = pages // unit
-    if (counts == 1).all():
+    if layout.longest_page_bytes == unit:
         return starts.ravel()
+    counts = pages // unit
     each = np.repeat(counts, starts.shape[1])  # for every page, how many
     first = np.repeat(starts.ravel(), each)
     within = np.arange(len(first)) - np.repeat(np.cumsum(each) - each, each)

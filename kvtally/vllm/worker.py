@@ -40,9 +40,10 @@ IDLE_S = 0.2
 SAVE_PAUSE_S = 0.002  # at least, between two looks at copies: nobody waits for them, and each disturbs the engine
 ANSWER_PAUSE_S = 0.0001  # between two looks for the store's answer, while other jobs go on
 MOST_LOAD_TURNS = 4  # without one for a save
-# While the engine's thread prepares and launches a step, this one leaves the interpreter to it, so long at most: what
-# is queued keeps the bus busy for about as long.
+# While the engine's thread prepares and launches a step, this one leaves the interpreter to it, so long at most, and
+# then while that launches what chooses the next tokens: what is queued keeps the bus busy for longer.
 QUIET_S = 0.002
+SAMPLING_S = 0.001
 BEGIN_S = 0.001  # how long an engine that has nothing to compute waits until its load is on the way
 
 R = TypeVar("R")
@@ -90,7 +91,8 @@ class WorkerHalf:
         # Set by the engine's first step: while it still captures CUDA graphs, other threads must leave CUDA alone.
         self._is_serving = False
         self._quiet_until_s = 0.0
-        self._is_launched = threading.Event()
+        self._is_launched = threading.Event()  # the last step that was prepared
+        self._is_launched.set()
         self._has_begun = threading.Event()  # some load, since it was last cleared
         self._news = threading.Condition()  # guards what follows; told whenever a job is done
         self._unfinished = 0  # jobs given and not done
@@ -141,7 +143,9 @@ class WorkerHalf:
         """What became ready; with nothing ready and jobs under way, wait at most so long for the next. Not right after
         a load has ended: vLLM may hear of that only when this step is over too."""
         self._is_serving = True
-        self._is_launched.set()
+        if not self._is_launched.is_set():
+            self._quiet_until_s = time.monotonic() + SAMPLING_S
+            self._is_launched.set()
         with self._news:
             is_ready = self._results.finished or self._results.saved or self._has_told
             if wait_s and self._unfinished and not is_ready:
@@ -160,15 +164,24 @@ class WorkerHalf:
     def _run(self) -> None:
         client = self._connect()
         while self._take(client):
-            quiet_s = self._quiet_until_s - time.monotonic()
-            if quiet_s > 0:
-                self._is_launched.wait(quiet_s)
+            self._keep_quiet()
             try:
                 self._round(client)
             except Exception:  # the supervisor's edge: jobs go on in the next round
                 log.exception("the arena could not be looked after")
         self._device.pin(None)
         client.close()
+
+    def _keep_quiet(self) -> None:
+        """While the engine's thread has a step to launch; through one step at most."""
+        now_s = time.monotonic()
+        deadline_s = now_s + QUIET_S + SAMPLING_S
+        while (until_s := min(self._quiet_until_s, deadline_s)) > now_s:
+            if self._is_launched.is_set():
+                time.sleep(until_s - now_s)
+            else:
+                self._is_launched.wait(until_s - now_s)
+            now_s = time.monotonic()
 
     def _round(self, client: StoreClient) -> None:
         """A turn for one load, and for a save if loads have nothing to do or have had enough."""

@@ -147,6 +147,31 @@ def test_a_step_that_takes_long_does_not_keep_copies_waiting(scene: Scene, monke
     eventually(lambda: scene.landed.tobytes() == scene.content.tobytes())
 
 
+def test_copies_keep_out_while_the_next_tokens_are_chosen(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtally.vllm.worker.SAMPLING_S", 1.0)
+    monkeypatch.setattr("kvtally.vllm.worker.QUIET_S", 60.0)
+    scene.worker.prepare()
+    scene.begin(scene.lease())
+    scene.worker.collect()
+    time.sleep(0.1)
+    assert not scene.landed.any()
+    eventually(lambda: scene.landed.tobytes() == scene.content.tobytes())
+
+
+def test_steps_without_a_pause_between_them_do_not_keep_copies_waiting(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtally.vllm.worker.QUIET_S", 0.05)
+    monkeypatch.setattr("kvtally.vllm.worker.SAMPLING_S", 0.05)
+    scene.begin(scene.lease())
+    deadline = time.monotonic() + 10
+    while scene.landed.tobytes() != scene.content.tobytes():
+        assert time.monotonic() < deadline
+        scene.worker.prepare()
+        scene.worker.collect()
+        time.sleep(0.001)
+
+
 def test_an_idle_engine_goes_on_when_its_load_is_under_way(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtally.vllm.meta import LoadJob
 
