@@ -147,11 +147,9 @@ class Lane:
         return sum(stage.is_taken for stage in self.stages)
 
     def take(self) -> Stage | None:
-        """The one that was taken longest ago: so buffers are used in turn."""
-        for index, stage in enumerate(self.stages):
+        for stage in self.stages:
             if not stage.is_taken:
                 stage.is_taken = True
-                self.stages.append(self.stages.pop(index))
                 return stage
         return None
 
@@ -374,7 +372,7 @@ class CudaCopies:
         driver.record(done, pages if is_load else bus)
 
     def _place_tables(self, lane: Lane, memory: torch.Tensor, batch: Batch) -> Tables:
-        """On the GPU, in the order of the stream. Leaves only if others are there."""
+        """To the GPU, in the order of the stream. Leaves only where the stage's last batch had others."""
         stage, shape, base = batch.stage, batch.shape, memory.data_ptr()
         units = [
             unit_addresses(part.move.layout, part.move.block_ids, part.move.skip_blocks, base, shape.unit)

@@ -71,7 +71,6 @@ class FakeVLLM:
         self._client = StoreClient(store, name="fake vLLM") if store else None
         # The only thread that uses the client. What its request has given up goes on there: it must end before `close`.
         self._filing = ThreadPoolExecutor(1)
-        self._is_over = False
         self._runner: web.AppRunner | None = None
 
     @property
@@ -99,10 +98,10 @@ class FakeVLLM:
         assert self._runner is not None
         self.pause.set()
         await self._runner.cleanup()
-        self._is_over = True
+        client, self._client = self._client, None  # what comes late is not filed
         await asyncio.to_thread(self._filing.shutdown)
-        if self._client is not None:
-            self._client.close()
+        if client is not None:
+            client.close()
 
     # ---- what it answers
 
@@ -234,7 +233,7 @@ class FakeVLLM:
 
     async def _send(self, ticket: str, half: Half) -> None:
         client = self._client
-        if client is not None and not self._is_over:
+        if client is not None:
             loop = asyncio.get_running_loop()
             # A Miss costs the receipt only.
             await loop.run_in_executor(self._filing, lambda: client.file_receipt(ticket, half).wait())
