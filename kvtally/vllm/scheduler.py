@@ -273,7 +273,7 @@ class SchedulerHalf:
 
     def build_metadata(self, output: SchedulerOutput) -> Metadata:
         self._diverging, self._diverge_again = self._diverge_again, True
-        self._asking.step_launched(sum(output.num_scheduled_tokens.values()))
+        self._asking.step_launched(output.total_num_scheduled_tokens)
         saves: list[SaveJob] = []
         is_planned = False
         try:
@@ -298,8 +298,7 @@ class SchedulerHalf:
             return
         for request_id, count in output.num_scheduled_tokens.items():
             track = self._tracks.get(request_id)
-            tables = state.get_block_ids(request_id)
-            if track is None or tables is None:
+            if track is None:
                 continue
             if not track.is_started:  # what it begins with was not computed here: ours, or the engine's own
                 self._asking.began(track)
@@ -307,13 +306,20 @@ class SchedulerHalf:
             computed_end = track.request.num_computed_tokens + count
             if computed_end >= track.request.num_prompt_tokens and not track.is_prefill:
                 self._file_receipt(track)  # before the first token goes out: whoever gets it may ask for the receipt
-            if self._is_saved(track):  # what is left now is saved with a later step
+            # Most decodes complete nothing in most steps, and their tables are not looked at: vLLM copies them to tell.
+            if self._is_due(track, computed_end) and self._is_saved(track):  # what is left is saved with a later step
+                tables = state.get_block_ids(request_id)
                 items = self._chunk_items(track, computed_end, tables) + self._tail_items(track, computed_end, tables)
                 self._add_job(saves, track, items)
         for request_id, offers in state.boundary_state_offloads.items():
             track = self._tracks.get(request_id)
             if track is not None and self._is_saved(track):
                 self._add_job(saves, track, self._state_items(track, offers))
+
+    def _is_due(self, track: Track, computed_end: int) -> bool:
+        """Whether a step completes anything that is to be saved, and its path is known."""
+        is_complete = self._complete_chunks(track, computed_end) > track.saved_chunks
+        return (is_complete or self._is_tail_due(track, computed_end)) and self._is_path_free(track)
 
     def _is_saved(self, track: Track) -> bool:
         """Whether this step's blocks of a request may be held and saved."""
@@ -324,14 +330,16 @@ class SchedulerHalf:
         self.tally.count(SAVES, "left")
         return False
 
+    def _complete_chunks(self, track: Track, computed_end: int) -> int:
+        """With asynchronous scheduling the last token may not be known yet: its chunk is named one step later."""
+        return min(computed_end, track.request.num_tokens) // self._layout.namespace.chunk_tokens
+
     def _chunk_items(self, track: Track, computed_end: int, tables: Sequence[Sequence[int]]) -> list[SaveItem]:
         """Attention objects of every chunk that this step completes."""
-        chunk = self._layout.namespace.chunk_tokens
-        # With asynchronous scheduling the last token may not be known yet: its chunk is named one step later.
-        complete = min(computed_end, track.request.num_tokens) // chunk
-        if complete <= track.saved_chunks or not self._is_path_free(track):
+        complete = self._complete_chunks(track, computed_end)
+        if complete <= track.saved_chunks:
             return []
-        track.path.extend(track.request.all_token_ids, complete * chunk)
+        track.path.extend(track.request.all_token_ids, complete * self._layout.namespace.chunk_tokens)
         items = []
         for index in range(track.saved_chunks, min(complete, len(track.path.chains))):
             items += self._attention_items(track.path.chunk(index), tables)
@@ -343,15 +351,18 @@ class SchedulerHalf:
         """Whether the inquiry thread is done with the path. If not, what is to be saved waits for a later step."""
         return track.inquiry is None or track.inquiry.path_ready
 
+    def _is_tail_due(self, track: Track, computed_end: int) -> bool:
+        prompt = track.request.num_prompt_tokens
+        if track.tail_saved or computed_end < prompt or self._has_states or track.is_prefill:
+            return False  # a hand-off's end is saved as one
+        return (prompt - 1) % self._layout.namespace.chunk_tokens > 0
+
     def _tail_items(self, track: Track, computed_end: int, tables: Sequence[Sequence[int]]) -> list[SaveItem]:
         """The end of the prompt, where it lies between two chunks: what makes a repeat of a short prompt a hit."""
-        prompt = track.request.num_prompt_tokens
-        if track.tail_saved or computed_end < prompt or self._has_states or not self._is_path_free(track):
+        if not self._is_tail_due(track, computed_end):
             return []
         track.tail_saved = True
-        end = prompt - 1
-        if end % self._layout.namespace.chunk_tokens == 0 or track.is_prefill:  # a hand-off's end is saved as one
-            return []
+        end = track.request.num_prompt_tokens - 1
         return self._attention_items(track.path.tail(track.request.all_token_ids, end), tables)
 
     def _attention_items(self, boundary: Boundary, tables: Sequence[Sequence[int]]) -> list[SaveItem]:

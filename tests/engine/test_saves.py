@@ -48,6 +48,7 @@ class Scene:
         self.half = SchedulerHalf(layout, inquiries, world_size=1, wait_ms=2000, reads=reads)
         self.half.bind(SimpleNamespace(block_pool=self.pool))  # type: ignore[arg-type]
         self.tables: dict[str, list[int]] = {}
+        self.read: list[str] = []  # whose table was asked for
         self.asked: dict[str, Any] = {}
 
     def arrive(self, name: str, first_block: int, tokens: int, *, computed: int = 0, **changes: Any) -> None:
@@ -65,8 +66,12 @@ class Scene:
         return [blocks(job) for job in saves]
 
     def metadata(self, scheduled: dict[str, int], **changes: Any) -> Any:
-        state = SimpleNamespace(get_block_ids=lambda name: [self.tables[name]], boundary_state_offloads={})
+        state = SimpleNamespace(get_block_ids=self._table, boundary_state_offloads={})
         return self.half.build_metadata(step(scheduled, **{"kv_connector_block_state": state} | changes))
+
+    def _table(self, name: str) -> list[list[int]]:
+        self.read.append(name)
+        return [self.tables[name]]
 
     def saved(self, *jobs: int, lost: dict[int, str] | None = None) -> None:
         from kvtally.vllm.meta import WorkerReport
@@ -110,6 +115,20 @@ def test_no_more_than_a_quarter_is_held_and_the_rest_is_saved_later(scene: Scene
     assert scene.half.tally.counts["saves"] == {"taken": 3, "left": 1}
     scene.saved(1, 2, 3)
     assert scene.step("a") == [[5, 6, 7, 8]]
+
+
+def test_a_decode_that_completes_nothing_costs_nothing(scene: Scene) -> None:
+    """vLLM copies a table to tell it: for hundreds of long requests in each step that takes milliseconds."""
+    for number, name in enumerate("abc"):
+        scene.arrive(name, 1 + 10 * number, CHUNK + 1)
+        scene.step(name)
+        scene.step(name, tokens=1)  # the prompt's end; by then as many are held as may be
+        scene.asked[name].num_tokens += 1
+    read, counted = list(scene.read), dict(scene.half.tally.counts["saves"])
+    for _ in range(3):
+        assert scene.step("a", "b", "c", tokens=1) == []
+    assert scene.read == read
+    assert scene.half.tally.counts["saves"] == counted  # nothing is left where nothing is to be saved
 
 
 def test_a_promise_that_cannot_be_kept_is_withdrawn(scene: Scene, bench: Bench) -> None:
