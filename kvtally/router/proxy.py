@@ -148,7 +148,7 @@ class Proxy:
             self._tally.finished(record)
 
     async def _complete(self, trip: Trip) -> web.StreamResponse:
-        trip.understand(await trip.read(self._config), self._config, self._tenants, self._tally)
+        trip.understand(await self._read(trip), self._config, self._tenants, self._tally)
         trip.look_at_prompt()
         held = self._decode_seen.holders(trip.prints, time.monotonic_ns())
         decode = self._pick_decode(held)
@@ -163,7 +163,7 @@ class Proxy:
 
     async def _forward(self, trip: Trip) -> web.StreamResponse:
         request = trip.request
-        data: bytes | None = await trip.read(self._config) if request.body_exists else None
+        data: bytes | None = await self._read(trip) if request.body_exists else None
         if data and not request.headers.get("Content-Type", "").lower().startswith(NOT_JSON):
             trip.understand(data, self._config, self._tenants, self._tally)
             data = bodies.encode(trip.fields, {"cache_salt": trip.salt})
@@ -174,9 +174,11 @@ class Proxy:
             trip.record.decode = member.name
             member.legs += 1
             try:
-                leg = Leg(request.rel_url.raw_path_qs, trip.engine_headers(self._config), data, request.method)
-                started = await start(member, leg)
+                path, headers = request.rel_url.raw_path_qs, trip.engine_headers(self._config)
+                started = await start(member, Leg(path, headers, data, request.method))
                 if isinstance(started, Started):
+                    data = None  # the answer may take long
+                    self._let_go(trip)
                     return await self._pass_on(trip, started)
             finally:
                 member.legs -= 1
@@ -447,17 +449,25 @@ class Proxy:
         request = trip.request
         if request.body_exists:
             length = None if "Content-Encoding" in request.headers else request.content_length
-            trip.reserved_bytes = self._config.max_body_bytes if length is None else length
-        self._bodies_bytes += trip.reserved_bytes
+            self._resize(trip, self._config.max_body_bytes if length is None else length)
         if self._requests > MOST_REQUESTS or self._bodies_bytes > MOST_BODIES_BYTES:
             message = f"there are {self._requests} requests, with {self._bodies_bytes} bytes of bodies, at once"
             raise RouteError(message, remedy="Try again soon.", status=503, code="KV-707")
 
+    async def _read(self, trip: Trip) -> bytes:
+        """The body, which from now on takes the room that it has bytes: one in chunks might have become anything."""
+        data = await trip.read(self._config)
+        self._resize(trip, len(data))
+        return data
+
     def _let_go(self, trip: Trip) -> None:
         """Decode has begun to answer, or nobody will: what was asked is not needed any more."""
-        self._bodies_bytes -= trip.reserved_bytes
-        trip.reserved_bytes = 0
+        self._resize(trip, 0)
         trip.fields, trip.prints = {}, []
+
+    def _resize(self, trip: Trip, size_bytes: int) -> None:
+        self._bodies_bytes += size_bytes - trip.reserved_bytes
+        trip.reserved_bytes = size_bytes
 
     def _pick_decode(self, held: dict[str, Held], besides: list[Member] = []) -> Member:  # noqa: B006 - only read
         member = self._pool.decode.pick(held, besides=besides)

@@ -1,6 +1,7 @@
 """A vLLM server that computes nothing: for speed, and for faults that a real one cannot be made to have on demand.
 
-Answers /v1/completions, /v1/chat/completions (streamed and not), /v1/models, /health and whatever else it is told to.
+Answers /v1/completions, /v1/chat/completions, /v1/messages (streamed and not), /v1/models, /health and whatever else it
+is told to.
 Knows the hand-offs of every flavour as far as a router sees them. With a store it does what our connector does: prefill
 answers with a hand-off, decode files its half of the receipt before its first token. A token is a byte of the prompt.
 
@@ -85,6 +86,7 @@ class FakeVLLM:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/v1/messages", self._complete)
         app.router.add_get("/health", self._health)
         app.router.add_route("*", "/{path:.*}", self._other)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)

@@ -270,7 +270,8 @@ class TestVerdicts:
                 for number in range(5):
                     assert (await it.ask(f"{number}")).verdict == "missing"
                 lines = await it.lines(5)
-                assert [line["first_byte_ms"] >= 150 for line in lines] == [True, True, True, False, False]
+                # The loop's clock has milliseconds: its timers may be up to one early.
+                assert [line["first_byte_ms"] >= 149 for line in lines] == [True, True, True, False, False]
                 it.decode[0].half = lambda _, half: half
                 await it.ask("noticed, perhaps a little late")
                 assert (await it.ask("and waited for from now on")).verdict == "recomputed:absent"

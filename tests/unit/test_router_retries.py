@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -263,6 +263,43 @@ class TestRequests:
                 second = await it.send("POST", "/v1/completions", data=body, headers=headers)
                 it.decode[0].pause.set()
                 assert (second.status, (await first).status) == (503, 200)
+
+        run(test)
+
+    def test_a_body_in_chunks_takes_the_room_it_needs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(proxy, "MOST_BODIES_BYTES", 3 << 20)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            yield b'{"prompt": "short"}'
+
+        async def test() -> None:
+            async with kit(tmp_path, prefill=0, max_body_bytes=2 << 20) as it:
+                it.decode[0].pause.clear()
+                asked = []
+                for _ in range(4):
+                    asked.append(asyncio.create_task(it.send("POST", "/v1/completions", data=chunks())))
+                    await it.decode[0].arrived.wait()
+                    it.decode[0].arrived.clear()
+                it.decode[0].pause.set()
+                assert [(await reply).status for reply in asked] == [200] * 4
+
+        run(test)
+
+    @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+    def test_a_body_is_let_go_when_the_answer_begins(
+        self, tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(proxy, "MOST_BODIES_BYTES", 10_000)
+
+        async def test() -> None:
+            async with kit(tmp_path, prefill=0) as it:
+                it.decode[0].pauses_after = 1
+                it.decode[0].pause.clear()
+                body = {"prompt": "x" * 9_000, "stream": True}
+                async with it.session.post(it.url + path, json=body) as first:
+                    await first.content.readany()
+                    assert (await it.ask("y" * 9_000, path="/v1/embeddings")).status == 200
+                    assert not it.decode[0].seen[0].is_over.is_set()
 
         run(test)
 
