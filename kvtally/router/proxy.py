@@ -139,7 +139,8 @@ class Proxy:
                 self._settle(trip, NO_PLAN, None, f"status_{error.status}")
             return error_response(error, trip.own_headers())
         except asyncio.CancelledError:
-            record.status, record.error = LEFT_STATUS, CLIENT_LEFT
+            if not record.status:  # else it had its answer before it left
+                record.status, record.error = LEFT_STATUS, CLIENT_LEFT
             raise
         finally:
             self._requests -= 1
@@ -497,12 +498,10 @@ class Proxy:
             response, problem = await relay(trip.request, started, headers, self._config.timeout_s)
         finally:
             started.response.close()
+        trip.record.status = LEFT_STATUS if problem == CLIENT_LEFT else response.status
         if problem:
             trip.record.error = problem
-            if problem == CLIENT_LEFT:
-                trip.record.status = LEFT_STATUS
-            else:
-                self._tally.cut += 1
+            self._tally.cut += problem != CLIENT_LEFT
         return response
 
     def _salt(self, trip: Trip) -> dict[str, object]:

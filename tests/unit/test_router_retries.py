@@ -266,6 +266,21 @@ class TestRequests:
 
         run(test)
 
+    def test_a_client_that_leaves_with_its_whole_answer_was_answered(
+        self, tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(proxy, "UNFILED", 0)  # nobody waits for the receipt before the answer, only after it
+        monkeypatch.setattr(StoreReader, "ask", lambda *_: asyncio.get_running_loop().create_future())
+
+        async def test() -> None:
+            async with kit(tmp_path, store=store, prefill=0, receipt_wait_ms=60_000) as it:
+                assert (await it.ask(stream=True)).body.endswith(b"data: [DONE]\n\n")
+                await it.session.close()
+                (line,) = await it.lines(1)
+                assert (line["status"], line["error"]) == (200, "")
+
+        run(test)
+
     def test_a_body_in_chunks_takes_the_room_it_needs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(proxy, "MOST_BODIES_BYTES", 3 << 20)
 
