@@ -21,7 +21,7 @@ class Role(StrEnum):
 class Verdict(StrEnum):
     PROVED = "proved"  # decode loaded or held everything prefill promised, verified
     SHORT = "short"  # some was reused, less than promised
-    LOCAL = "local"  # no prefill took part: decode held the prefix itself
+    LOCAL = "local"  # no prefill took part, or it saved nothing: decode held the prefix itself
     RECOMPUTED = "recomputed"  # nothing promised was reused; `reason` says why
     MISSING = "missing"  # decode's half never came
 
@@ -69,11 +69,11 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     def verdict(self) -> Verdict:
         if self.decode is None:
             return Verdict.MISSING
-        if self.prefill is None:
-            return Verdict.LOCAL if self.decode.reused_tokens else Verdict.RECOMPUTED
-        moved = self.decode.reused_tokens - self.decode.tokens_gpu
         if self.decode.reused_tokens == 0:
             return Verdict.RECOMPUTED
+        if self.prefill is None or self.prefill.saved_tokens == 0:
+            return Verdict.LOCAL
+        moved = self.decode.reused_tokens - self.decode.tokens_gpu
         if self.decode.reused_tokens >= self.prefill.saved_tokens and (self.decode.verified or moved == 0):
             return Verdict.PROVED
         return Verdict.SHORT

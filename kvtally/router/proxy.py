@@ -364,7 +364,8 @@ class Proxy:
         receipt = Receipt(ticket=trip.ticket, prefill=plan.half, decode=half)
         trip.matched = match(receipt, note=plan.note, why_missing=why_missing)
         if self._is_broken(plan, trip.matched) and trip.matched.verdict is Verdict.LOCAL:
-            trip.matched = msgspec.structs.replace(trip.matched, reason=plan.note or "not_held")
+            reason = plan.note or trip.matched.reason or "not_held"
+            trip.matched = msgspec.structs.replace(trip.matched, reason=reason)
         record = trip.record
         record.receipt, record.verdict, record.reason = receipt, trip.matched.words, trip.matched.reason
         record.source = source_of(half)

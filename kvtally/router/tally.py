@@ -44,7 +44,7 @@ def match(receipt: Receipt, *, note: str = "", why_missing: str = "") -> Matched
     """Judge a receipt. `note` says why prefill's half is not there though it was wanted, `why_missing` why decode's
     is not; either is nearer to the cause than what an engine can say."""
     verdict = receipt.verdict
-    if verdict in (Verdict.PROVED, Verdict.LOCAL):
+    if verdict is Verdict.PROVED or (verdict is Verdict.LOCAL and receipt.prefill is None):
         return Matched(receipt=receipt, verdict=verdict)
     if verdict is Verdict.MISSING:
         return Matched(receipt=receipt, verdict=verdict, reason=word(why_missing or "not_filed"))

@@ -229,6 +229,9 @@ def _problem(seen: Observation, setting: Setting) -> Explained | None:
         return None
     if seen.told.verdict == Verdict.SHORT or not seen.told.reused_tokens:
         return explain(Verdict(seen.told.verdict), seen.told.reason)
+    is_held = seen.told.skipped == Skip.HELD and not seen.told.reason
+    if setting.has_prefill and seen.told.verdict == Verdict.LOCAL and not is_held:
+        return explain(Verdict.LOCAL, seen.told.reason)
     return None
 
 

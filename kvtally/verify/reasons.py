@@ -91,6 +91,10 @@ REASONS: dict[str, Explained] = {
         "decode filed no receipt: its engine runs without the connector, or with another store than the router reads",
         f"{_CONNECTOR} Give the router the store of each instance: --decode URL,store=ADDRESS.",
     ),
+    "not_held": Explained(
+        "decode did not hold the prompt any more, though it had been proved to, a moment before",
+        "Give decode more memory for its KV cache, and the store more memory or a disk.",
+    ),
     "store_refused": Explained(
         "the store refused the router: another user, token or version",
         "Run the router as the store's user, or give it the token of a store it reaches over TCP.",
@@ -111,6 +115,8 @@ def explain(verdict: Verdict, reason: str, *, refused: bool = False) -> Explaine
         begin = "less was reused than promised"
     elif verdict is Verdict.MISSING:
         begin = "nobody knows what was reused"
+    elif verdict is Verdict.LOCAL:
+        begin = "nothing was handed over, decode had only what it held itself"
     else:
         begin = "nothing was reused"
     return Explained(f"{begin}: {cause.what}", cause.remedy)

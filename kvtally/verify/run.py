@@ -433,6 +433,8 @@ def _told(response: Response) -> Told | None:
     if verdict not in set(Verdict):
         return None
     prefill, _, why = said.get("prefill", "").partition(":")
+    if prefill == "failed":
+        reason = reason or f"prefill_{why}"
     took_part = prefill not in ("", "none", "skipped", "failed")
     sources = dict(item.split(":") for item in said.get("source", "").split(",") if ":" in item)
     return Told(

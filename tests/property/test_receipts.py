@@ -30,7 +30,8 @@ NO_PROMISE = Half(role=Role.PREFILL, saved_tokens=0)
         (PROMISE, UNVERIFIED, Verdict.SHORT),  # reuse that nobody verified proves nothing
         (PROMISE, PARTLY, Verdict.SHORT),
         (PROMISE, NOTHING, Verdict.RECOMPUTED),
-        (NO_PROMISE, GPU, Verdict.PROVED),
+        (NO_PROMISE, GPU, Verdict.LOCAL),  # all of nothing proves nothing
+        (NO_PROMISE, LOADED, Verdict.LOCAL),
         (NO_PROMISE, NOTHING, Verdict.RECOMPUTED),
     ],
 )
@@ -57,11 +58,14 @@ def test_proved_needs_every_promised_token_and_proof_of_what_moved(prefill: Half
     moved = decode.tokens_host + decode.tokens_disk + decode.tokens_remote
     reused = decode.tokens_gpu + moved
     if verdict is Verdict.PROVED:
-        assert reused >= prefill.saved_tokens
+        assert reused >= prefill.saved_tokens > 0
         assert decode.verified or not moved
     elif verdict is Verdict.SHORT:
         assert reused
         assert reused < prefill.saved_tokens or (moved and not decode.verified)
+    elif verdict is Verdict.LOCAL:
+        assert reused
+        assert prefill.saved_tokens == 0
     else:
         assert verdict is Verdict.RECOMPUTED
         assert reused == 0

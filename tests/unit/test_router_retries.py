@@ -28,6 +28,10 @@ def legs(it: Kit) -> list[Seen]:
     return [seen for engine in it.decode for seen in engine.seen]
 
 
+def saved_nothing(_: Seen, answer: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
+    return {"kvtally": {**answer["kvtally"], "saved_tokens": 0, "reason": "arena_full"}}
+
+
 class TestDecodeAgain:
     def test_a_receipt_of_the_engine_that_died_proves_nothing(self, tmp_path: Path, store: str) -> None:
         async def test() -> None:
@@ -157,7 +161,7 @@ class TestInstances:
 
 
 class TestStrict:
-    @pytest.mark.parametrize("cause", ["held", "prefill"])
+    @pytest.mark.parametrize("cause", ["held", "prefill", "unsaved"])
     def test_next_to_nothing_is_not_what_was_counted_on(self, tmp_path: Path, store: str, cause: str) -> None:
         def evicted(seen: Seen, half: Half) -> Half:
             return Half(
@@ -166,15 +170,29 @@ class TestStrict:
 
         async def test() -> None:
             async with kit(tmp_path, store=store, strict=True, prefill_from_tokens=8) as it:
+                reason = {"held": "not_held", "prefill": "prefill_status_500", "unsaved": "arena_full"}[cause]
                 if cause == "held":
                     assert (await it.ask()).verdict == "proved"
-                else:
+                elif cause == "prefill":
                     it.prefill[0].statuses = [500]
+                else:
+                    it.prefill[0].handoff = saved_nothing
                 it.decode[0].half = evicted
                 reply = await it.ask()
                 assert reply.status == 502
                 assert reply.verdict == "local"
-                assert reply.headers["x-kvtally-reason"] == ("not_held" if cause == "held" else "prefill_status_500")
+                assert reply.headers["x-kvtally-reason"] == reason
+
+        run(test)
+
+    def test_what_decode_holds_is_answered_and_says_that_nothing_was_saved(self, tmp_path: Path, store: str) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, store=store, strict=True, prefill_from_tokens=0) as it:
+                assert (await it.ask()).verdict == "proved"
+                it.prefill[0].handoff = saved_nothing
+                reply = await it.ask()
+                assert (reply.status, reply.verdict, reply.prefill) == (200, "local", it.prefill[0].name)
+                assert reply.headers["x-kvtally-reason"] == "arena_full"
 
         run(test)
 

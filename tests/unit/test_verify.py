@@ -230,6 +230,19 @@ def test_local_hits_alone_prove_no_hand_off() -> None:
     assert only_problem(report) == "no prompt was handed from prefill to decode"
 
 
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ({"skipped": Skip.HELD, "reason": "not_held"}, REASONS["not_held"].what),
+        ({"reason": "prefill_down"}, "prefill could not do its part (down)"),
+        ({"prefill": "p:1", "promised_tokens": 0, "reason": "arena_full"}, REASONS[MissReason.ARENA_FULL].what),
+    ],
+)
+def test_what_decode_had_by_itself_is_no_hand_off(told: dict[str, Any], why: str) -> None:
+    report = judge([seen(), alone("local", 16, told=told)], PD)
+    assert only_problem(report) == f"nothing was handed over, decode had only what it held itself: {why}"
+
+
 def test_without_prefill_something_must_be_reused() -> None:
     assert only_problem(judge([alone("recomputed", 0)], PLAIN)) == "no prompt was reused when it came again"
 
@@ -401,6 +414,8 @@ class Deployment:
             verdict, prefill = "recomputed:absent", "skipped:short"
         elif is_known:
             verdict, prefill = "local", "skipped:held"
+        elif "prefill fails" in self.has and any(tokens[: len(turn)] == turn for turn in self.turns):
+            verdict, prefill = "local", "failed:disconnected"
         if "recomputes" in self.has and verdict == "proved":
             verdict = "recomputed:foreign_store"
         reused = len(tokens) - 1 if verdict in ("proved", "local") else 0
@@ -545,6 +560,7 @@ def test_plain_engines_are_proved_by_repeats(deployment: Deployment, run: Comman
     ("fault", "words"),
     [
         ("recomputes", "nothing was reused: prefill and decode use different stores"),
+        ("prefill fails", "nothing was handed over, decode had only what it held itself: prefill could not do"),
         ("wrong", "the answer is not the one of an engine that reuses nothing: "),
         ("lies", "the engine counted 0 and "),
         ("broken stream", "the request failed: the stream broke off"),
