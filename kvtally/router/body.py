@@ -51,7 +51,10 @@ _ONE_TOKEN: Overlay = {
 _ROOT_FIELDS = (
     *("model", "tools", "tool_choice", "documents", "reasoning_effort", "chat_template", "chat_template_kwargs"),
     *("add_special_tokens", "truncate_prompt_tokens", "truncation_side", "mm_processor_kwargs", "media_io_kwargs"),
+    "suffix",
 )
+# Answers with the prompt's text in them, or a prompt made of two texts: ids would not do.
+_TEXTUAL = ("echo", "return_prompt_text", "suffix")
 
 _object = msgspec.json.Decoder(Fields)
 _array = msgspec.json.Decoder(list[Raw])
@@ -106,7 +109,9 @@ def prompt_of(fields: Fields) -> tuple[Kind, list[bytes]]:
         except msgspec.DecodeError:
             return Kind.OTHER, [bytes(messages)]
     is_plain = _is_set(fields, "prompt")
-    prompt = bytes(fields.get("prompt" if is_plain else "prompt_embeds", b""))
+    prompt = _only(bytes(fields.get("prompt" if is_plain else "prompt_embeds", b"")))
+    if is_plain and _is_set(fields, "prompt_embeds"):
+        return Kind.BATCH, [prompt]  # the engine answers both
     if prompt.startswith(b'"'):
         return (Kind.TEXT if is_plain else Kind.OTHER), [prompt[1:-1]]
     if not prompt.startswith(b"["):
@@ -115,6 +120,14 @@ def prompt_of(fields: Fields) -> tuple[Kind, list[bytes]]:
         return Kind.TOKENS, [array("I", _numbers.decode(prompt)).tobytes()]
     except (msgspec.DecodeError, OverflowError):  # texts, lists of tokens, or something that the engine refuses
         return Kind.BATCH, [prompt]
+
+
+def _only(prompt: bytes) -> bytes:
+    """The prompt in a list of one, as many clients send it, which is no batch; anything else as it is."""
+    if prompt.startswith(b"[") and prompt[1:].lstrip()[:1] in (b'"', b"["):
+        members = _array.decode(prompt)
+        return bytes(members[0]) if len(members) == 1 else prompt
+    return prompt
 
 
 def root_of(path: str, salt: str, fields: Fields) -> bytes:
@@ -149,10 +162,9 @@ def prefill_overlay(fields: Fields) -> dict[str, object]:
 
 def handoff_overlay(kind: Kind, fields: Fields, ids: Raw | None, params: dict[str, object] | None) -> dict[str, object]:
     """What decode is told, and, where prefill said which tokens it saw (`ids`), what makes decode see the very same:
-    the prompt itself, or, for messages, the place where vLLM looks for them. An echo repeats the prompt's text, which
-    only the text itself gives back."""
+    the prompt itself, or, for messages, the place where vLLM looks for them; unless the text itself is needed."""
     overlay: dict[str, object] = {"kv_transfer_params": params}
-    if ids is None or _is_set(fields, "echo"):
+    if ids is None or any(_is_set(fields, name) for name in _TEXTUAL):
         return overlay
     if kind is Kind.TEXT:
         overlay["prompt"] = ids

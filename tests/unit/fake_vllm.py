@@ -272,6 +272,8 @@ def _tokens(body: dict[str, Any]) -> list[int]:
     if "messages" in body:
         return list(json.dumps(body["messages"]).encode())
     prompt = body.get("prompt", "")
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        (prompt,) = prompt
     return list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
 
 

@@ -115,10 +115,36 @@ class TestHandOff:
 
         run(test)
 
+    @pytest.mark.parametrize("fields", [{"suffix": "and what follows"}, {"return_prompt_text": True}])
+    def test_who_needs_the_text_gets_it(self, tmp_path: Path, store: str, fields: dict[str, object]) -> None:
+        """vLLM refuses a suffix beside token ids, and cannot tell their text."""
+
+        async def test() -> None:
+            async with kit(tmp_path, store=store) as it:
+                reply = await it.ask(**fields)
+                assert reply.verdict == "proved"
+                for leg in (it.prefill[0].seen[0], it.decode[0].seen[0]):
+                    assert {**leg.body, "prompt": LONG, **fields} == leg.body
+                chat = {"messages": [{"role": "user", "content": LONG}], **fields}
+                await it.send("POST", "/v1/chat/completions", json=chat)
+                assert "prompt_token_ids" not in it.decode[0].seen[1].params
+
+        run(test)
+
+    @pytest.mark.parametrize("prompt", [[LONG], [list(LONG.encode())]])
+    def test_one_prompt_in_a_list_is_no_batch(self, tmp_path: Path, store: str, prompt: list[object]) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, store=store) as it:
+                reply = await it.send("POST", "/v1/completions", json={"prompt": prompt})
+                assert (reply.prefill, reply.verdict) == (it.prefill[0].name, "proved")
+
+        run(test)
+
     @pytest.mark.parametrize(
         ("fields", "why"),
         [
             ({"prompt": "short"}, "short"),
+            ({"prompt": LONG, "prompt_embeds": "AAAA"}, "batch"),
             ({"prompt": [LONG, LONG]}, "batch"),
             ({"prompt": [[1, 2], [3]]}, "batch"),
             ({"prompt_logprobs": 1}, "prompt_logprobs"),

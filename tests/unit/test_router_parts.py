@@ -64,7 +64,11 @@ class TestBodies:
         [
             ({"prompt": "text"}, Kind.TEXT, [b"text"]),
             ({"prompt": [1, 2]}, Kind.TOKENS, [b"\1\0\0\0\2\0\0\0"]),
+            ({"prompt": ["one"]}, Kind.TEXT, [b"one"]),
+            ({"prompt": [[1, 2]]}, Kind.TOKENS, [b"\1\0\0\0\2\0\0\0"]),
+            ({"prompt": [["odd"]]}, Kind.BATCH, [b'["odd"]']),
             ({"prompt": ["a", "b"]}, Kind.BATCH, [b'["a","b"]']),
+            ({"prompt": "a", "prompt_embeds": "AAAA"}, Kind.BATCH, [b'"a"']),
             ({"prompt": [[1], [2]]}, Kind.BATCH, [b"[[1],[2]]"]),
             ({"prompt": [1 << 40]}, Kind.BATCH, [b"[1099511627776]"]),
             ({"prompt": None, "prompt_embeds": "AAAA"}, Kind.OTHER, [b"AAAA"]),
