@@ -170,7 +170,8 @@ def _router(deployment: Deployment, host: Host, engines: Sequence[Process]) -> P
         ],
         host=reached,
         port=port,
-        health=f"http://{reached}:{port}/health",
+        # Not its /health, which says whether engines are up: it would die for the time that they take to come back.
+        health=f"http://{reached}:{port}/instances",
         start_timeout_s=ROUTER_START_S,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.machinery
 import importlib.util
 import json
@@ -31,6 +32,7 @@ from kvtally.up.plan import (
     plan,
     shell_command,
 )
+from tests.unit import router_kit
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -69,7 +71,7 @@ def test_three_lines_are_enough() -> None:
         "/run/user/7/kvtally/store.sock",
         "http://127.0.0.1:8100/health",
         "http://127.0.0.1:8200/health",
-        "http://127.0.0.1:8080/health",
+        "http://127.0.0.1:8080/instances",
     ]
 
 
@@ -217,7 +219,25 @@ def test_the_router_knows_every_engine_and_its_store() -> None:
         *("--decode", "http://127.0.0.1:8200,store=/s.sock", "--decode", "http://127.0.0.1:8201,store=/s.sock"),
         "--strict",
     ]
-    assert router.health == "http://127.0.0.1:80/health"
+    assert router.health == "http://127.0.0.1:80/instances"
+
+
+def test_a_router_is_ready_whatever_its_engines_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that dies while its only decode engine starts anew, for minutes, must not be given up meanwhile."""
+    monkeypatch.setattr("kvtally.router.pool.CHECK_S", 0.01)
+
+    async def test() -> None:
+        async with router_kit.kit(tmp_path, prefill=0) as it:
+            it.decode[0].health = 503
+
+            async def is_down() -> bool:
+                return (await it.send("GET", "/health")).status == 503
+
+            await router_kit.until(is_down)
+            probed = planned(router={"port": it.router.port})["router"].health
+            assert await asyncio.to_thread(answers, probed)
+
+    router_kit.run(test)
 
 
 def test_plain_engines_are_decode_engines_to_the_router() -> None:
