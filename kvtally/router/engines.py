@@ -52,18 +52,20 @@ class Leg(NamedTuple):
     may_repeat: bool = True  # without being told: it says nothing that must be said once
 
 
-async def start(member: Member, leg: Leg) -> Started | Failure:
-    """Send a request and wait for the first bytes of its answer."""
+async def start(member: Member, leg: Leg, *, is_last: bool = True) -> Started | Failure:
+    """Send a request and wait for the first bytes of its answer. One that says to ask elsewhere is a failure, unless
+    nobody else will be asked."""
     response: Response | None = None
     first: bytes | None = None
     try:
         response = await member.client.request(leg.method, leg.path, leg.headers, leg.body, may_repeat=leg.may_repeat)
         first = await response.read()
+        if response.status in RETRIED_STATUSES and not is_last:
+            response.close()
+            return Failure(f"status_{response.status}", f"{member.name} answered {response.status}")
         return Started(response, first)
     except TimeoutError as error:
-        if not member.is_up:
-            return Failure("down", f"{member.name} did not answer: {error}")
-        return Failure("timeout", f"{member.name} did not answer: {error}", is_final=True)  # nobody waits twice as long
+        return _late(member, error)
     except ConnectionResetError as error:
         return Failure("disconnected", f"{member.name}: {error}")
     except OSError as error:
@@ -84,11 +86,19 @@ async def ask(member: Member, leg: Leg) -> Whole | Failure:
         started = await read_on(started, LARGEST_ANSWER_BYTES)
         if not started.response.is_complete:
             return Failure("too_long", f"{member.name} answered more than {LARGEST_ANSWER_BYTES} bytes")
-    except OSError as error:  # a TimeoutError is one
+    except TimeoutError as error:
+        return _late(member, error)
+    except OSError as error:
         return Failure("disconnected", f"{member.name} broke off its answer: {error}")
     finally:
         started.response.close()
     return Whole(started.response.status, started.response.headers, started.first)
+
+
+def _late(member: Member, error: TimeoutError) -> Failure:
+    if not member.is_up:
+        return Failure("down", f"{member.name} did not answer: {error}")
+    return Failure("timeout", f"{member.name} did not answer: {error}", is_final=True)  # nobody waits twice as long
 
 
 async def read_on(started: Started, limit_bytes: int) -> Started:

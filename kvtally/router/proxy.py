@@ -176,9 +176,10 @@ class Proxy:
             member.legs += 1
             try:
                 path, headers = request.rel_url.raw_path_qs, trip.engine_headers(self._config)
-                started = await start(member, Leg(path, headers, data, request.method))
+                leg = Leg(path, headers, data, request.method)
+                started = await start(member, leg, is_last=len(tried) == DECODE_ATTEMPTS)
                 if isinstance(started, Started):
-                    data = None  # the answer may take long
+                    del leg, data  # the answer may take long
                     self._let_go(trip)
                     return await self._pass_on(trip, started)
             finally:
@@ -314,14 +315,12 @@ class Proxy:
             reader = None  # each of its prompts files under the one ticket: none speaks for all
         asked = reader.ask(trip.ticket, STORE_WAIT_MS) if reader is not None else None
         body = bodies.encode(trip.fields, plan.overlay)
-        started = await start(decode, Leg(trip.path, trip.engine_headers(self._config), body, may_repeat=False))
-        del body  # the answer may take long
+        leg = Leg(trip.path, trip.engine_headers(self._config), body, may_repeat=False)
+        started = await start(decode, leg, is_last=is_last)
+        del body, leg  # the answer may take long
         if isinstance(started, Failure):
             return started
         status = started.response.status
-        if status in RETRIED_STATUSES and not is_last:
-            started.response.close()
-            return Failure(f"status_{status}", f"{decode.name} answered {status}")
         try:
             if status == 200:
                 started = await self._judge(trip, decode, plan, started, asked)

@@ -114,8 +114,8 @@ class EngineClient:
             connection.expire(f"it sent nothing for {self.timeout_s:g} s")
 
     def give_up(self, problem: str) -> None:
-        """End the waits for answers that have not begun."""
-        for connection in [item for item in self._waiting if not item.has_answered]:
+        """End the waits for answers of which nobody has seen a byte. A head is none: of a stream it comes at once."""
+        for connection in [item for item in self._waiting if not item.has_begun]:
             connection.expire(problem)
 
     def close(self) -> None:
@@ -158,6 +158,7 @@ class _Connection(asyncio.Protocol):
         self.idle_since_s = 0.0
         self.waiting_since_s = 0.0
         self.has_answered = False  # a byte of the present answer has come
+        self.has_begun = False  # a byte of its body has been read
         self._idle = idle
         self._waiting = waiting
         self._loop = asyncio.get_running_loop()
@@ -187,7 +188,8 @@ class _Connection(asyncio.Protocol):
         return self._state is _State.COMPLETE and not self._parts
 
     async def exchange(self, data: bytes, *, has_body: bool) -> Response:
-        self._state, self._has_body, self.has_answered = _State.HEAD, has_body, False
+        self._state, self._has_body = _State.HEAD, has_body
+        self.has_answered = self.has_begun = False
         self._head, self._rest, self._response = b"", b"", None
         self._transport.write(data)
         response: Response | None = None
@@ -208,6 +210,7 @@ class _Connection(asyncio.Protocol):
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts = []
         self._unread_bytes = 0
+        self.has_begun = True
         if self._is_paused:
             self._is_paused = False
             self._transport.resume_reading()

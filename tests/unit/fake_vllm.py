@@ -61,7 +61,7 @@ class FakeVLLM:
         self.dies_after: int | None = None  # words, then the connection is reset
         self.pause = asyncio.Event()  # an answer waits for this before its first byte, and between words
         self.pause.set()
-        self.pauses_after = 0  # words that are not held back by `pause`
+        self.pauses_after = 0  # words that are not held back by `pause`; -1: none of a stream, but its head
         self.words = [f" w{number}" for number in range(WORDS)]
         self.handoff: Callable[[Seen, dict[str, Any]], dict[str, Any] | None] = lambda _, answer: answer
         self.half: Callable[[Seen, Half], Half | None] = lambda _, half: half

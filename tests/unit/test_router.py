@@ -962,6 +962,29 @@ class TestServer:
 
         run(test)
 
+    def test_a_stream_that_has_only_its_head_goes_elsewhere_when_decode_goes_down(
+        self, tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """vLLM sends the head before it has computed anything."""
+        monkeypatch.setattr("kvtally.router.pool.CHECK_S", 0.05)
+
+        async def test() -> None:
+            async with kit(tmp_path, store=store, prefill=0, decode=2) as it:
+                for engine in it.decode:
+                    engine.pauses_after = -1
+                    engine.pause.clear()
+                asked = asyncio.ensure_future(it.ask(stream=True))
+                async with asyncio.timeout(SOON_S):
+                    arrivals = [asyncio.ensure_future(engine.arrived.wait()) for engine in it.decode]
+                    await asyncio.wait(arrivals, return_when=asyncio.FIRST_COMPLETED)
+                    first, second = sorted(it.decode, key=lambda engine: not engine.seen)
+                    second.pause.set()
+                    first.health = 500
+                    reply = await asked
+                assert (reply.status, reply.body, reply.headers["x-kvtally-decode"]) == (200, STREAM, second.name)
+
+        run(test)
+
     def test_the_only_decode_that_goes_down_is_an_error_at_once(
         self, tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

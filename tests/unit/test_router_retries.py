@@ -98,6 +98,20 @@ class TestDecodeAgain:
 
         run(test)
 
+    @pytest.mark.parametrize("status", [502, 503, 504])
+    def test_other_paths_are_tried_once_more_too(self, tmp_path: Path, status: int) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, prefill=0, decode=2) as it:
+                it.decode[0].statuses = [status]
+                for _ in range(2):  # they take turns
+                    assert (await it.ask(path="/v1/messages")).status == 200
+                assert len(legs(it)) == 3
+                it.decode[0].statuses, it.decode[1].statuses = [status], [status]
+                reply = await it.ask(path="/v1/messages")
+                assert (reply.status, reply.json()["error"]["message"]) == (status, f"fault {status}")
+
+        run(test)
+
     def test_one_that_never_had_it_spends_nothing(self, tmp_path: Path) -> None:
         async def test() -> None:
             async with kit(tmp_path, flavour="nixl", decode=2) as it:

@@ -13,6 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
+from kvtally.instances import Instance
+from kvtally.router.engines import Failure, Leg, ask
+from kvtally.router.pool import Member
 from kvtally.router.upstream import HIGH_WATER_BYTES, EngineClient, Response, _Connection
 from tests.unit.router_kit import SOON_S, run
 
@@ -242,6 +245,32 @@ def test_waits_end_by_deadline_or_when_the_engine_is_given_up() -> None:
                 with pytest.raises(TimeoutError):
                     await asked
                 client.timeout_s = 300.0
+
+    run(test)
+
+
+@pytest.mark.parametrize(("is_up", "failure"), [(True, ("timeout", True)), (False, ("down", False))])
+def test_half_an_answer_is_waited_for_once(is_up: bool, failure: tuple[str, bool]) -> None:
+    """Who stops half-way has had its time: another instance is not asked to take as long again."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HEAD + b"Content-Length: 10\r\n\r\nhalf")
+        await asyncio.Event().wait()
+
+    async def test() -> None:
+        async with serving(answer) as client:
+            member = Member(Instance(url="http://127.0.0.1:1", store="", bootstrap=""))
+            member.client, member.is_up = client, is_up
+            asked = asyncio.ensure_future(ask(member, Leg("/", CIMultiDict(), None, "GET")))
+            async with asyncio.timeout(SOON_S):
+                while not any(waiting.has_begun for waiting in client._waiting):  # noqa: ASYNC110 - nothing says so
+                    await asyncio.sleep(0.001)
+            client.timeout_s = -1.0  # whatever the clock says
+            client.sweep()
+            told = await asked
+            assert isinstance(told, Failure)
+            assert (told.reason, told.is_final) == failure
 
     run(test)
 
