@@ -161,7 +161,7 @@ class Router:
         refusal = self._refusal(request) if self._config.token else None
         if refusal is not None:
             return refusal
-        text = request.query.get("last", "")
+        text = request.query.get("last", "")[:9]  # more digits are no larger a number of receipts
         count = int(text) if text.isascii() and text.isdecimal() else DEFAULT_RECEIPTS
         return _json([record.tree() for record in self._sources.tally.last(min(count, MOST_RECEIPTS))])
 

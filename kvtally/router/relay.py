@@ -37,6 +37,8 @@ class Outgoing(web.StreamResponse):
         framing = "Transfer-Encoding: chunked\r\n" if self._is_chunked else ""
         if not self._is_kept:
             framing += "Connection: close\r\n"
+        elif request.version < (1, 1):
+            framing += "Connection: keep-alive\r\n"  # else such a client waits for the end of the connection
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         text = f"HTTP/1.1 {status} {_phrase(status)}\r\n{lines}{framing}\r\n"
         self._head = text.encode("utf-8", "surrogateescape")

@@ -847,6 +847,20 @@ class TestServer:
 
         run(test)
 
+    def test_http_1_0_clients_that_want_to_keep_the_connection_may(self, tmp_path: Path) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, prefill=0) as it:
+                reader, writer = await asyncio.open_connection("127.0.0.1", it.router.port)
+                async with asyncio.timeout(SOON_S):
+                    for _ in range(2):
+                        writer.write(b"GET /v1/models HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+                        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                        assert b"\r\nconnection: keep-alive\r\n" in head
+                        await reader.readexactly(int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0]))
+                writer.close()
+
+        run(test)
+
     def test_clients_that_expect_to_be_asked_are_asked(self, tmp_path: Path) -> None:
         async def test() -> None:
             async with kit(tmp_path, prefill=0) as it:
@@ -866,6 +880,7 @@ class TestServer:
                 assert receipt["decode"]["tokens_host"] == PROMPT_TOKENS - 1
                 assert receipt["route"]["decode"] == it.decode[0].name
                 newest = (await it.send("GET", "/receipts?last=1")).json()
+                assert (await it.send("GET", f"/receipts?last={'9' * 5000}")).json()[0] == newest[0]
                 assert [item["verdict"] for item in newest] == ["recomputed:absent"]
                 assert (await it.send("GET", "/receipts/unknown")).status == 404
                 lines = await it.lines(2)
