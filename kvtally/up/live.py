@@ -30,7 +30,8 @@ async def keep(processes: Sequence[Process], logs: Path) -> None:
     supervisor = Supervisor(processes, logs, tell=lambda line: _say(console, line))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, supervisor.stop)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` has it ignored
+            loop.add_signal_handler(number, supervisor.stop)
     shows = [asyncio.create_task(_greet(console, supervisor, processes[-1].url))]
     if console.is_terminal:
         shows.append(asyncio.create_task(_show(console, supervisor)))

@@ -434,10 +434,10 @@ asyncio.run(keep(msgspec.json.decode(sys.argv[1], type=list[Process]), pathlib.P
 """
 
 
-def start_command(yard: Yard, output: int) -> subprocess.Popen[str]:
+def start_command(yard: Yard, output: int, *under: str) -> subprocess.Popen[str]:
     processes = [yard.server("store"), yard.server("engine", stage=1)]
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, msgspec.json.encode(processes).decode(), str(yard.logs)],
+        [*under, sys.executable, "-c", COMMAND, msgspec.json.encode(processes).decode(), str(yard.logs)],
         stdout=output,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "200"},
@@ -471,6 +471,21 @@ def test_a_signal_stops_everything(yard: Yard, command: subprocess.Popen[str], n
     assert command.returncode == 0
     assert out.splitlines()[1:] == ["engine: stopped", "store: stopped"]
     assert [lives(pid) for pid in yard.everybody()] == [False] * 6
+
+
+def test_a_terminal_that_closes_stops_nothing_under_nohup(yard: Yard) -> None:
+    with start_command(yard, subprocess.PIPE, "nohup") as command:
+        try:
+            lines_until_ready(command)
+            command.send_signal(signal.SIGHUP)
+            os.kill(yard.pids("engine")[0][0], signal.SIGKILL)
+            wait_for(lambda: len(yard.pids("engine")) == 2, "the restart")
+            command.terminate()
+            out, _ = command.communicate(timeout=DEADLINE_S)
+        finally:
+            command.kill()
+    assert command.returncode == 0
+    assert out.splitlines()[-2:] == ["engine: stopped", "store: stopped"]
 
 
 def test_nothing_outlives_a_killed_command(yard: Yard, command: subprocess.Popen[str]) -> None:
