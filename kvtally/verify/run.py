@@ -197,7 +197,8 @@ class _Run:
         counted, uncounted = self._counted(told, before, len(probe.tokens))
         told = self._completed(told) if told is not None else None
         is_same = False
-        if told is not None and told.computed_tokens == 1:
+        # An engine that computes others' requests in the same batch rounds otherwise.
+        if told is not None and told.computed_tokens == 1 and counted is not None:
             is_same = was_same or (is_alike and probe.is_whole and told.verdict == Verdict.PROVED)
         allowed = tolerance(own_deviation, is_same_arithmetic=is_same)
         return msgspec.structs.replace(

@@ -600,6 +600,16 @@ def test_where_nothing_is_rounded_a_little_is_too_much(deployment: Deployment, r
     assert "is off by 0.004, allowed are 0.001" in out
 
 
+def test_who_serves_others_may_round_as_it_does(deployment: Deployment, run: Command) -> None:
+    """In a batch with others' requests the same tokens are computed otherwise."""
+    deployment.has |= {"rounding", "slightly off", "others"}
+    code, out = run("--json")
+    assert code == 0, out
+    assert not any(seen["is_same_arithmetic"] for seen in json.loads(out)["observations"])
+    deployment.has |= {"wrong"}
+    assert run()[0] == 1
+
+
 def test_a_strict_router_refuses(deployment: Deployment, run: Command) -> None:
     deployment.has |= {"recomputes", "strict"}
     code, out = run()
