@@ -37,6 +37,7 @@ from kvtally.wire.messages import (
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 2.0
+RESOLVE_S = 0.5  # of that, for where a name leads now
 FIRST_PAUSE_S, LONGEST_PAUSE_S, REFUSED_PAUSE_S = 0.05, 2.0, 10.0
 MOST_QUESTIONS = 8_192
 UNSENT_BYTES = 1 << 20  # a store that does not read is asked nothing more
@@ -109,12 +110,24 @@ class StoreReader:
 
     async def _connect(self) -> tuple[asyncio.BaseTransport, _Session]:
         """To the first of its addresses that answers; each has its share of the time."""
-        *others, last = self.endpoint.targets
+        targets = await self._targets()
+        *others, last = targets
         for target in others:
             with contextlib.suppress(OSError):  # a TimeoutError is one
-                async with asyncio.timeout(HANDSHAKE_S / len(self.endpoint.targets)):
+                async with asyncio.timeout((HANDSHAKE_S - RESOLVE_S) / len(targets)):
                     return await self._connect_to(*target)
         return await self._connect_to(*last)
+
+    async def _targets(self) -> tuple[tuple[socket.AddressFamily, str | tuple[object, ...]], ...]:
+        """Where the store is: one that comes back on another machine has the same name, and another address."""
+        if self.endpoint.host:
+            port = cast("tuple[str, int]", self.endpoint.targets[0][1])[1]
+            with contextlib.suppress(OSError):  # then it is looked for where it was; a TimeoutError is one
+                async with asyncio.timeout(RESOLVE_S):
+                    loop = asyncio.get_running_loop()
+                    found = await loop.getaddrinfo(self.endpoint.host, port, type=socket.SOCK_STREAM)
+                    return tuple((family, target) for family, _, _, _, target in found)
+        return self.endpoint.targets
 
     async def _connect_to(
         self, family: socket.AddressFamily, target: str | tuple[object, ...]

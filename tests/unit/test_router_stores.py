@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import struct
 import threading
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvtally.client import StoreClient
-from kvtally.connection import check_owner, endpoint
+from kvtally.connection import Endpoint, check_owner, endpoint
 from kvtally.core.receipts import Half, Role
 from kvtally.errors import IncompatibleError
 from kvtally.router.stores import Answer, StoreReader
@@ -27,8 +28,8 @@ HALF = Half(role=Role.DECODE, prompt_tokens=9, tokens_gpu=8, computed_tokens=1)
 
 
 @contextlib.asynccontextmanager
-async def reading(address: str, token: str = "") -> AsyncIterator[StoreReader]:
-    reader = StoreReader(endpoint(address, token=token))
+async def reading(address: str | Endpoint, token: str = "") -> AsyncIterator[StoreReader]:
+    reader = StoreReader(address if isinstance(address, Endpoint) else endpoint(address, token=token))
     task = asyncio.create_task(reader.run())
     try:
         yield reader
@@ -156,6 +157,20 @@ def test_over_tcp_the_token_is_proved(tmp_path: Path, token: str, problem: str) 
                     while reader.problem != problem:  # noqa: ASYNC110 - set by a connection
                         await asyncio.sleep(0.005)
                 assert reader.ask("t", 10).result() == Answer(None, problem)
+
+    run(test)
+
+
+@pytest.mark.parametrize("host", ["localhost", "no.such.name.invalid"])
+def test_a_store_that_moved_is_found_by_its_name(tmp_path: Path, host: str) -> None:
+    """And one whose name cannot be resolved any more where it was."""
+
+    async def test() -> None:
+        with a_store(tmp_path, tcp="127.0.0.1:0", token=TOKEN) as (running, _):
+            where = ("127.0.0.2" if host == "localhost" else "127.0.0.1", running.server.tcp_port)
+            known = Endpoint(address="it", targets=((socket.AF_INET, where),), token=TOKEN, host=host)
+            async with reading(known) as reader:
+                await connected(reader)
 
     run(test)
 
