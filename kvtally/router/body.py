@@ -51,7 +51,7 @@ _ONE_TOKEN: Overlay = {
 _ROOT_FIELDS = (
     *("model", "tools", "tool_choice", "documents", "reasoning_effort", "chat_template", "chat_template_kwargs"),
     *("add_special_tokens", "truncate_prompt_tokens", "truncation_side", "mm_processor_kwargs", "media_io_kwargs"),
-    "suffix",
+    *("response_format", "suffix"),
 )
 # Answers with the prompt's text in them, or a prompt made of two texts: ids would not do.
 _TEXTUAL = ("echo", "return_prompt_text", "suffix")

@@ -246,7 +246,9 @@ class TestStrict:
 
 
 class TestRequests:
-    @pytest.mark.parametrize("name", ["reasoning_effort", "suffix", "tool_choice", "truncate_prompt_tokens"])
+    @pytest.mark.parametrize(
+        "name", ["reasoning_effort", "response_format", "suffix", "tool_choice", "truncate_prompt_tokens"]
+    )
     def test_what_changes_a_prompt_s_beginning_is_another_prompt(self, tmp_path: Path, store: str, name: str) -> None:
         async def test() -> None:
             async with kit(tmp_path, store=store) as it:
