@@ -5,18 +5,16 @@ Neighbours: `proxy` (left), `pool` (which instance, and who wakes waiting legs),
 
 from __future__ import annotations
 
-import errno
 from typing import NamedTuple
 
 from multidict import CIMultiDict
 
-from kvtally.router.pool import Member
+from kvtally.router.pool import OUR_FAULT, Member
 from kvtally.router.upstream import Response
 
 LARGEST_ANSWER_BYTES = 64 << 20  # of prefill, with the token ids of a long prompt
 RETRIED_STATUSES = frozenset({502, 503, 504})
 UNSENT = "connect"  # of a failure: the engine knows nothing of the request
-_OUR_FAULT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 
 
 class Failure(NamedTuple):
@@ -69,7 +67,7 @@ async def start(member: Member, leg: Leg, *, is_last: bool = True) -> Started | 
     except ConnectionResetError as error:
         return Failure("disconnected", f"{member.name}: {error}")
     except OSError as error:
-        if error.errno not in _OUR_FAULT:
+        if error.errno not in OUR_FAULT:
             member.avoid(f"it cannot be reached: {error}")
         return Failure(UNSENT, f"{member.name} cannot be reached: {error}")
     finally:

@@ -11,6 +11,7 @@ them their whole deadline. Neighbours: `proxy` (uses instances), `core.routing` 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import Callable, Collection, Sequence
 
@@ -27,6 +28,8 @@ CHECK_S = 2.0
 SWEEP_S = 0.5  # deadlines are kept to within this
 CHECK_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
 MOST_SILENT_CHECKS = 3  # without an answer; one that refuses or fails is down at once
+# Errors that say nothing of an instance: it was not even asked.
+OUR_FAULT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 
 
 class Member:
@@ -145,4 +148,5 @@ async def check(member: Member, session: aiohttp.ClientSession, restarted: Calla
     except TimeoutError:
         member.was_silent()
     except (aiohttp.ClientError, OSError) as error:
-        member.went_down(str(error) or type(error).__name__)
+        if not isinstance(error, OSError) or error.errno not in OUR_FAULT:
+            member.went_down(str(error) or type(error).__name__)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
 import json
+import os
+import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from kvtally.connection import Endpoint, endpoint
 from kvtally.core.receipts import Half, Role
+from kvtally.instances import Instance
 from kvtally.router import proxy
+from kvtally.router.pool import Member, check
 from kvtally.router.stores import StoreReader
 from tests.unit.fake_vllm import Seen
 from tests.unit.router_kit import LONG, Kit, a_store, kit, run
@@ -141,6 +147,20 @@ class TestInstances:
                 member.avoid("a name server was asleep")
                 engine.pause.set()
                 assert [reply.status for reply in await asyncio.gather(*asked)] == [200] * 3
+
+        run(test)
+
+    @pytest.mark.parametrize(("number", "is_up"), [(errno.EMFILE, True), (errno.ECONNREFUSED, False)])
+    def test_a_router_without_descriptors_blames_nobody(self, number: int, is_up: bool) -> None:
+        def make_socket(_: object) -> socket.socket:
+            raise OSError(number, os.strerror(number))
+
+        async def test() -> None:
+            member = Member(Instance(url="http://127.0.0.1:1", store="", bootstrap=""))
+            connector = aiohttp.TCPConnector(socket_factory=make_socket)
+            async with aiohttp.ClientSession(connector=connector) as session:
+                await check(member, session, lambda _: None)
+            assert member.is_up is is_up
 
         run(test)
 
