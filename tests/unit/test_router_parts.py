@@ -53,6 +53,18 @@ class TestBodies:
         assert sorted(bodies.scrub(fields)) == ["cache_salt", "kv_transfer_params"]
         assert fields == {}
 
+    def test_nested_names_are_found_or_refused(self) -> None:
+        """Python's parser takes half a pair, written in UTF-8, for a name; ours does not, and must not look away."""
+        fields = bodies.read_fields(b'{"vllm_xargs": \n {"a": 1, "cache_salt": "s"}}')
+        assert bodies.scrub(fields) == ["vllm_xargs.cache_salt"]
+        assert bodies.encode(fields, {}) == b'{"vllm_xargs":{"a":1}}'
+        odd = b'{"vllm_xargs": {"\xed\xa0\x80": 1, "cache_salt": "s"}}'
+        assert json.loads(odd)["vllm_xargs"]["cache_salt"] == "s"
+        with pytest.raises(RouteError) as caught:
+            bodies.scrub(bodies.read_fields(odd))
+        assert caught.value.status == 400
+        assert bodies.scrub(bodies.read_fields(b'{"vllm_xargs": ["cache_salt"]}')) == []
+
     @pytest.mark.parametrize("data", [b"", b"1", b"[1]", b'{"a":', b"\xff", b'{"a": NaN}', b'{"a":' + b"[" * 100_000])
     def test_anything_else_is_refused(self, data: bytes) -> None:
         with pytest.raises(RouteError) as caught:
