@@ -12,18 +12,24 @@ from __future__ import annotations
 
 import difflib
 import os
-import tempfile
+import re
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import yaml
 
 from kvtally.errors import ConfigError
 from kvtally.instances import Instance, parse_instance
-from kvtally.machine import available_memory_bytes, disk_total_bytes, disk_usable_bytes
+from kvtally.machine import (
+    available_memory_bytes,
+    disk_total_bytes,
+    disk_usable_bytes,
+    runtime_directory,
+    state_directory,
+)
 from kvtally.settings import FLAVOURS, SECTIONS, SETTINGS, SHORTEST_TOKEN
 from kvtally.units import human_size, is_loopback, parse_size, split_address
 from kvtally.wire.limits import KIB, MIB
@@ -36,6 +42,7 @@ DEFAULT_FILE = "kvtally.yaml"
 FILE_VARIABLE = "KVTALLY_CONFIG"
 HIDDEN = "(hidden)"
 EXTRA = "kv_connector_extra_config"
+CURRENT = Path()  # the current directory, asked for only where a path is relative: it may be gone
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,10 +133,11 @@ def load(
     flags: Mapping[str, str | bool | None] | None = None,
     extra: Mapping[str, object] | None = None,
     environ: Mapping[str, str] | None = None,
+    place: str = "",
 ) -> Settings:
     """Collect what file, environment, an engine's `kv_connector_extra_config` (`extra`) and flags give.
 
-    `flags` go by key (`store.memory`); None means not given.
+    `flags` go by key (`store.memory`); None means not given. `place` is where `extra` and `flags` really stand.
     """
     environ = os.environ if environ is None else environ
     given: dict[str, Given] = {}
@@ -139,12 +147,12 @@ def load(
     given |= _from_environment(environ)
     for name, value in (extra or {}).items():
         if f"connector.{name}" not in SETTINGS:
-            raise unknown(f"setting {name!r} in {EXTRA}", name, _names("connector"))
-        given[f"connector.{name}"] = Given(value, Origin.ENGINE, EXTRA, Path.cwd())
+            raise unknown(f"setting {name!r} in {place or EXTRA}", name, _names("connector"))
+        given[f"connector.{name}"] = Given(value, Origin.ENGINE, place or EXTRA, CURRENT)
     for key, raw in (flags or {}).items():
         if raw is not None:
-            flag = SETTINGS[key].flag
-            given[key] = Given(raw, Origin.FLAG, flag.replace("--", "--no-", 1) if raw is False else flag, Path.cwd())
+            flag = SETTINGS[key].flag.replace("--", "--no-" if raw is False else "--", 1)
+            given[key] = Given(raw, Origin.FLAG, place or flag, CURRENT)
     return Settings(given, environ, path)
 
 
@@ -187,7 +195,7 @@ class Settings:
 
     def connector(self) -> ConnectorConfig:
         return ConnectorConfig(
-            store=self._local_store() or self.socket(),
+            store=self._socket_path("connector.store") or self.socket(),
             autostart=self._switch("connector.autostart", default=True),
             wait_ms=self._number("connector.wait_ms", default=2000, most=600_000),
             prefetch=self._switch("connector.prefetch", default=True),
@@ -209,8 +217,8 @@ class Settings:
             receipt_wait_ms=self._number("router.receipt_wait", default=1_000, most=60_000),
             timeout_s=self._number("router.timeout", default=300, least=1, most=86_400),
             max_body_bytes=self._body_bytes(),
-            tenant_header=self._plain("router.tenant_header"),
-            salt_file=self._path("router.salt_file") or _default_salt_file(self._environ),
+            tenant_header=self._header("router.tenant_header"),
+            salt_file=self._path("router.salt_file") or str(state_directory(self._environ) / "salt"),
             store_ca=self._readable_path("router.store_ca"),
             token=self._token(),
         )
@@ -222,7 +230,7 @@ class Settings:
         return config
 
     def socket(self) -> str:
-        path = self._path("store.socket") or _default_socket(self._environ)
+        path = self._socket_path("store.socket") or _default_socket(self._environ)
         if len(os.fsencode(path)) > LONGEST_SOCKET_PATH_BYTES:
             raise _unusable(
                 f"the socket path {path} is longer than the {LONGEST_SOCKET_PATH_BYTES} bytes the system allows",
@@ -369,19 +377,17 @@ class Settings:
         text = _text(key, given).removeprefix(scheme) if given else ""
         return os.path.abspath(given.base / os.path.expanduser(text)) if given and text else ""
 
-    def _local_store(self) -> str:
+    def _socket_path(self, key: str) -> str:
         """Engines use shared memory: their store's socket is a path, with or without `unix:`."""
-        text = self._plain("connector.store")
+        text = self._plain(key)
         if "://" in text or text.startswith("tcp:"):
-            raise _wrong(
-                f"{_told('connector.store', self._given['connector.store'])} is not a path",
-                "Engines share memory with a store on their own machine: give its socket, unix:/path or /path.",
-            )
-        return self._path("connector.store", scheme="unix:")
+            remedy = "Engines share memory with a store on their own machine: give its socket, unix:/path or /path."
+            raise _wrong(f"{_told(key, self._given[key])} is not a path", remedy)
+        return self._path(key, scheme="unix:")
 
     def _readable_path(self, key: str) -> str:
         path = self._path(key)
-        if path and not (Path(path).is_file() and os.access(path, os.R_OK)):
+        if path and not (os.path.isfile(path) and os.access(path, os.R_OK)):
             raise _wrong(
                 f"{_told(key, self._given[key])} is not a file that can be read",
                 "Check the path, its owner and its mode.",
@@ -391,6 +397,13 @@ class Settings:
     def _plain(self, key: str) -> str:
         given = self._given.get(key)
         return _text(key, given) if given else ""
+
+    def _header(self, key: str) -> str:
+        """A header's name. Nothing else would ever match, and tenants would share what they must not."""
+        name = self._plain(key)
+        if name and not _HEADER.fullmatch(name):
+            raise _wrong(f"{_told(key, self._given[key])} is not the name of a header", "Write it like X-Tenant.")
+        return name
 
     def _choice(self, key: str, words: tuple[str, ...]) -> str:
         """One of these words; the first is the default."""
@@ -404,7 +417,8 @@ class Settings:
         if given is None:
             return default
         text = str(given.raw)
-        if isinstance(given.raw, bool) or not text.isdecimal() or not least <= int(text) <= most:
+        is_short = text.isdecimal() and len(text) <= len(str(most))  # Python does not read thousands of digits
+        if isinstance(given.raw, bool) or not is_short or not least <= int(text) <= most:
             what = f"a whole number from {least} to {most}"
             raise _unusable(f"{_told(key, given)} is not {what}", f"For example {default}.")
         return int(text)
@@ -426,8 +440,7 @@ def _find_file(explicit: str | None, environ: Mapping[str, str]) -> Path | None:
     name = explicit or environ.get(FILE_VARIABLE)
     if name:
         return Path(os.path.expanduser(name)).absolute()
-    path = Path(DEFAULT_FILE).absolute()
-    return path if path.is_file() else None
+    return Path(DEFAULT_FILE).absolute() if os.path.isfile(DEFAULT_FILE) else None
 
 
 def _from_file(path: Path) -> dict[str, Given]:
@@ -449,7 +462,7 @@ def read_yaml(path: Path, remedy: str) -> object:
     """What stands in a YAML file: a tree, and an end to it. Raises ConfigError."""
     text = _read_text(path, "the configuration file")
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         loader.deep_construct = True  # refuses an alias to what it stands in: a tree without end
         tree: object = loader.get_single_data()
     except RecursionError as error:
@@ -461,6 +474,18 @@ def read_yaml(path: Path, remedy: str) -> object:
     return tree
 
 
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml is untyped
+    """Refuses a name that stands twice in one mapping. PyYAML would forget the first, a whole section perhaps."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        names: set[str] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if (name := str(key.value)) in names:
+                raise yaml.constructor.ConstructorError(None, None, f"a second {name!r}", key.start_mark)
+            names.add(name)
+        return super().construct_mapping(node, deep)
+
+
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     """Variables with a double underscore only: an orchestrator may set others (KVTALLY_PORT for a service so named)."""
     by_variable = {setting.variable: key for key, setting in SETTINGS.items()}
@@ -469,7 +494,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
         if variable.startswith("KVTALLY_") and "__" in variable:
             if variable not in by_variable:
                 raise unknown(f"setting {variable} in the environment", variable, by_variable)
-            given[by_variable[variable]] = Given(raw, Origin.ENVIRONMENT, variable, Path.cwd())
+            given[by_variable[variable]] = Given(raw, Origin.ENVIRONMENT, variable, CURRENT)
     return given
 
 
@@ -502,6 +527,7 @@ def _names(section: str) -> list[str]:
 # ---- readers of one value
 
 
+_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _SWITCH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 
 
@@ -519,7 +545,7 @@ def _size(key: str, given: Given, *, least_bytes: int = SMALLEST_BYTES) -> int:
     if isinstance(given.raw, bool) or not isinstance(given.raw, int | str):
         raise _unusable(f"{_told(key, given)} is {_kind(given.raw)}, not a size", example)
     try:
-        size_bytes = given.raw if isinstance(given.raw, int) else parse_size(given.raw)
+        size_bytes = parse_size(str(given.raw))
     except ValueError as error:
         raise _unusable(f"{_told(key, given)} is not a size", example) from error
     if size_bytes < least_bytes:
@@ -543,14 +569,10 @@ def _default_disk_bytes(disk: str, memory_bytes: int, usable_bytes: int) -> int:
 
 
 def _default_socket(environ: Mapping[str, str]) -> str:
-    runtime = environ.get("XDG_RUNTIME_DIR")
-    directory = Path(runtime, "kvtally") if runtime else Path(tempfile.gettempdir(), f"kvtally-{os.getuid()}")
-    return str(directory / "store.sock")
-
-
-def _default_salt_file(environ: Mapping[str, str]) -> str:
-    state = environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return str(Path(state, "kvtally", "salt"))
+    try:
+        return str(runtime_directory(environ) / "store.sock")
+    except OSError as error:
+        raise _unusable(f"a socket has no place by default: {error.strerror}", "Name one: --socket PATH.") from error
 
 
 # ---- errors

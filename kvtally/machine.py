@@ -1,5 +1,5 @@
-"""What this machine, or the container we run in, can give: memory, room on disk, a port, and what a process of ours is
-started with. Reads the system, changes nothing.
+"""What this machine, or the container we run in, can give: memory, room on disk, a port, places for files, and what a
+process of ours is started with. Reads the system, changes nothing.
 
 Neighbours: `config` (defaults and limits of sizes), `store.arena`; demo, benches and tests (ports, processes).
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -84,6 +85,19 @@ def _allocated_bytes(directory: Path) -> Iterator[int]:
     for parent, _, names in os.walk(directory):
         for name in names:
             yield os.lstat(os.path.join(parent, name)).st_blocks * 512
+
+
+def runtime_directory(environ: Mapping[str, str]) -> Path:
+    """Where this user's sockets go. Raises OSError where nothing can be written to."""
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime, "kvtally") if runtime else Path(tempfile.gettempdir(), f"kvtally-{os.getuid()}")
+
+
+def state_directory(environ: Mapping[str, str]) -> Path:
+    """Where XDG wants what should outlive a restart but matters to nobody else. Of a user without a home it is that of
+    `/`, as containers have it, and never a directory named `~`."""
+    home = os.path.expanduser("~").removeprefix("~")
+    return Path(environ.get("XDG_STATE_HOME") or Path("/", home, ".local", "state"), "kvtally")
 
 
 def python_path() -> str:

@@ -12,7 +12,7 @@ _UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgtp", start=1)
     for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:

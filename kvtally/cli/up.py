@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtally.machine import state_directory
+
 if TYPE_CHECKING:  # `kvtally --help` need not pay for these
     from kvtally.up.file import Deployment
     from kvtally.up.plan import Process
@@ -60,6 +62,5 @@ def _print_commands(processes: Sequence[Process]) -> None:
 
 
 def _logs(deployment: Deployment, processes: Sequence[Process]) -> Path:
-    """Where XDG wants what should outlive a restart but matters to nobody else; one directory for each router."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(deployment.logs or Path(state, "kvtally", f"up-{processes[-1].port}"))
+    """One directory for each router."""
+    return Path(deployment.logs or state_directory(os.environ) / f"up-{processes[-1].port}")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
+import tempfile
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import given
@@ -202,9 +205,90 @@ class TestRefusals:
             settings(flags={"router.timeout": "0"}).router()
         assert (caught.value.code, "--timeout" in caught.value.message) == ("KV-102", True)
 
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "store: {memory: 32MiB}\nstore: {disk: d}",
+            "store: {memory: 32MiB, memory: 64MiB}",
+            "router: {timeout: 5}\nstore:\n  disk: d\n  memory: 32MiB\n  disk: e\n",
+        ],
+    )
+    def test_a_name_that_stands_twice(self, text: str) -> None:
+        error = refusal(text)
+        assert (error.code, "a second '" in error.message, "line" in error.message) == ("KV-105", True, True)
+
+    def test_what_an_anchor_gives_may_be_said_again(self) -> None:
+        assert store("store: {<<: {memory: 32MiB, verify_reads: false}, memory: 48MiB}").memory_bytes == 48 * MIB
+
+    @pytest.mark.parametrize("name", ["X Tenant", "X-Tenant:", "X-Tenant: a", "X-Tenant\n", "X-Mändant"])
+    def test_a_tenant_header_that_no_request_can_have(self, name: str) -> None:
+        with pytest.raises(ConfigError, match="not the name of a header") as caught:
+            settings(flags={"router.tenant_header": name}).router()
+        assert caught.value.code == "KV-100"
+        assert settings(flags={"router.tenant_header": "X-Tenant_2"}).router().tenant_header == "X-Tenant_2"
+
+    def test_numbers_beyond_all_measure(self) -> None:
+        assert refusal(None, MEMORY="9" * 5000).code == "KV-102"
+        for key in ("router.timeout", "router.max_body"):
+            for digits in (400, 5000):
+                with pytest.raises(ConfigError) as caught:
+                    settings(flags={key: "9" * digits}).router()
+                assert caught.value.code == "KV-102"
+
+    def test_a_store_s_socket_is_a_path_however_it_is_written(self) -> None:
+        assert store(None, SOCKET="unix:/a/b.sock").socket == "/a/b.sock"
+        for written in ("tcp://10.0.0.1:7400", "tcp:10.0.0.1:7400", "http://10.0.0.1"):
+            assert "is not a path" in refusal(None, SOCKET=written).message
+
     def test_text_where_a_number_was_written(self) -> None:
         assert refusal("store: {token: 12345678901234567890}").code == "KV-100"
         assert refusal("store: {verify_reads: maybe}").code == "KV-100"
+
+
+class TestPlaces:
+    """Where a path cannot be looked at, or nobody knows which one it is."""
+
+    def test_a_file_that_may_not_be_looked_at_is_one_that_cannot_be_read(self) -> None:
+        assert refusal(None, TOKEN_FILE="x" * 300).code == "KV-100"
+
+    def test_a_directory_that_may_not_be_looked_into_has_no_settings_file(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As for `sudo -u engines kvtally stat`, typed in root's home."""
+        ask = os.stat
+
+        def refuse(path: object, **options: Any) -> os.stat_result:
+            if str(path).endswith("kvtally.yaml"):
+                raise PermissionError(13, "Permission denied")
+            return ask(path, **options)  # type: ignore[call-overload]
+
+        monkeypatch.setattr(os, "stat", refuse)
+        assert load(environ={}).file is None
+
+    def test_a_directory_that_is_gone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "gone").mkdir()
+        monkeypatch.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+        given = load(flags={"store.socket": "/a/s.sock"}, environ={"KVTALLY_STORE__MEMORY": "32MiB"})
+        assert (given.socket(), given.store().memory_bytes) == ("/a/s.sock", 32 * MIB)
+
+    def test_nowhere_to_write(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def nowhere() -> str:
+            raise FileNotFoundError(2, "No usable temporary directory found")
+
+        monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+        error = refusal()
+        assert (error.code, "--socket" in error.remedy) == ("KV-102", True)
+        assert store(None, SOCKET="/a/s.sock").socket == "/a/s.sock"
+
+    def test_a_user_without_a_home(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def unknown(uid: int) -> NoReturn:
+            raise KeyError(uid)
+
+        monkeypatch.delenv("HOME", raising=False)
+        monkeypatch.setattr(pwd, "getpwuid", unknown)
+        assert settings().router().salt_file == "/.local/state/kvtally/salt"
+        assert settings(environ={"XDG_STATE_HOME": "/s"}).router().salt_file == "/s/kvtally/salt"
 
 
 class TestToken:
