@@ -118,8 +118,8 @@ def parse(tree: object, path: Path, environ: Mapping[str, str]) -> Deployment:
     store = _settings("store", given, path)
     router = _settings("router", _with_listen(document.router), path)
     _refuse_ours("connector", document.connector)
-    load(extra=document.connector, environ=environ).connector()  # for its checks
-    settings = load(flags=_keyed(store, router, pools), environ=environ)
+    load(extra=document.connector, environ=environ, place=str(path)).connector()  # for its checks
+    settings = load(flags=_keyed(store, router, pools), environ=environ, place=str(path))
     if not runs_elsewhere:
         settings.store()
     return Deployment(
@@ -146,7 +146,7 @@ def _document(tree: object, path: Path) -> Document:
         if isinstance(section := tree.get(role), dict):
             _check_names(section, Pool, f"section {role} of {path}")
     said = {name: value for name, value in tree.items() if value is not None}  # `disk:` alone says nothing
-    if "model" not in said:
+    if said.get("model", "") == "":
         raise ConfigError(
             f"{path} names no model", remedy="Add a line `model: DIRECTORY` or `model: owner/name`.", code="KV-100"
         )

@@ -85,7 +85,7 @@ def answers(address: str, timeout_s: float = PROBE_S) -> bool:
 
 def _check_model(model: str, environ: Mapping[str, str]) -> None:
     if model.startswith("/"):
-        if not Path(model, "config.json").is_file():
+        if not os.path.isfile(os.path.join(model, "config.json")):
             raise ConfigError(
                 f"there is no model in {model}: it has no config.json",
                 remedy="Name a directory with a model in it, or a model hub's owner/name.",
@@ -100,7 +100,7 @@ def _check_model(model: str, environ: Mapping[str, str]) -> None:
         )
     is_offline = any(environ.get(name, "").lower() in _OFFLINE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     cache = Path(environ.get("HF_HUB_CACHE") or Path(environ.get("HF_HOME") or _default_cache(environ), "hub"))
-    if is_offline and not (cache / f"models--{model.replace('/', '--')}").is_dir():
+    if is_offline and not os.path.isdir(cache / f"models--{model.replace('/', '--')}"):
         raise ConfigError(
             f"the model {model} is not in {cache}, and HF_HUB_OFFLINE forbids to fetch it",
             remedy="Fetch it where the network may be used, or name the directory it lies in.",
@@ -109,7 +109,7 @@ def _check_model(model: str, environ: Mapping[str, str]) -> None:
 
 
 def _default_cache(environ: Mapping[str, str]) -> Path:
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface")
+    return Path(environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface")
 
 
 def _check_port(process: Process) -> None:

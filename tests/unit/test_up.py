@@ -102,7 +102,8 @@ def test_what_the_example_leaves_out_may_be_said() -> None:
         ({"store": {"memmory": "1GiB"}}, "unknown 'memmory' in section store", "Did you mean memory?"),
         ({"router": {"strikt": True}}, "unknown 'strikt' in section router", "Did you mean strict?"),
         ({"connector": {"wait": 5}}, "unknown setting 'wait'", "Did you mean wait_ms?"),
-        ({"store": {"memory": "a lot"}}, r"store.memory = a lot \(from --memory\) is not a size", "8GiB"),
+        ({"store": {"memory": "a lot"}}, r"store.memory = a lot \(from /here/up.yaml\) is not a size", "8GiB"),
+        ({"connector": {"wait_ms": "soon"}}, r"wait_ms = soon \(from /here/up.yaml\)", "2000"),
         ({"store": {"memory": [1]}}, "store.memory in /here/up.yaml is not a plain value", "examples/pd.yaml"),
         ({"store": {"token": "0123456789abcdef"}}, "store.token is not for this file", "token_file"),
         ({"store": {"disk_size": "1GiB"}}, "disk_size .* without store.disk", "--disk"),
@@ -121,6 +122,7 @@ def test_what_the_example_leaves_out_may_be_said() -> None:
         ({"prefill": {"port": 0}}, "prefill.port in /here/up.yaml is wrong", "examples/pd.yaml"),
         ({"args": [1]}, "args in /here/up.yaml is wrong: expected `object`", "examples/pd.yaml"),
         ({"model": None}, "names no model", "model: DIRECTORY"),
+        ({"model": ""}, "names no model", "model: DIRECTORY"),
         ({"prefill": 0}, "decode engines and for no prefill engine", "plain: 1"),
         ({"decode": 0}, "prefill engines and for no decode engine", "plain: 1"),
         ({"prefill": 0, "decode": 0}, "asks for no engine", "plain: 1"),
@@ -144,6 +146,7 @@ def test_what_is_wrong_is_said(wrong: dict[str, object], message: str, remedy: s
         (b"- 1", "no `name: value` lines"),
         (b"", "no `name"),
         (b"model: 2024-13-45", "is not YAML: month must be in 1..12"),
+        (b"model: m\nplain: 1\nargs: {a: 1}\nplain: 2", "a second 'plain' .* line 4"),
         (b"model: m\nplain: 1\nargs: &a {more: *a}", "is not YAML: .*recursive.* line 3"),
         (b"model: m\nplain: 1\nargs: " + b"{a: " * 1000 + b"}" * 1000, "is nested too deeply"),
     ],
@@ -377,6 +380,7 @@ def test_a_port_in_use_is_named(ready: Deployment, role: Role) -> None:
     [
         ("/no/such", {}, "there is no model in /no/such"),
         ("./gone", {}, "there is no model in .*/gone"),
+        ("/" + "x" * 300, {}, "there is no model in /xxx"),  # nor may it be looked at
         ("some/where/else", {}, "neither a directory here nor"),
         ("owner/name", {"HF_HUB_OFFLINE": "1", "HF_HOME": "/nowhere"}, "owner/name is not in /nowhere/hub"),
     ],
