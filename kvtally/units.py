@@ -1,4 +1,4 @@
-"""How people write sizes and addresses, and how we write them back. Pure; used by `config` and `cli`."""
+"""How people write sizes and addresses, and how we write these, and others' words. Pure; used by `config` and `cli`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ def human_size(size_bytes: int) -> str:
         value /= 1024
         del units[0]
     return f"{value:.1f}".removesuffix(".0") + units[0]
+
+
+def printable(text: str) -> str:
+    """Of what peers call themselves: no escape sequence of theirs may reach the terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 class Address(NamedTuple):

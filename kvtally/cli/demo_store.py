@@ -47,6 +47,7 @@ SIZE = "64MiB"
 SHARED_TOKENS = 6 * NAMESPACE.chunk_tokens  # the beginning that two prompts have in common
 NEXT_CHUNK = SHARED_TOKENS // NAMESPACE.chunk_tokens  # index of the first chunk after it
 LOG_LINES = 5
+NARROWEST_TABLE = 80  # columns; where there are fewer, a row becomes paragraphs
 SOCKET_NAME_BYTES = len("/kvtally-demo-12345678/store.sock")
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -440,21 +441,24 @@ class Report:
         self._console = Console(highlight=False, markup=False)
         self._width = min(self._console.width, 120)
         self._say(INTRODUCTION)
-        self._console.print()
-        heads = ("", "step", "reused", "computed", "from", "output", "what it proves")
-        self._print(*(Text(head, style="bold") for head in heads))
+        if self._width >= NARROWEST_TABLE:
+            self._console.print()
+            heads = ("", "step", "reused", "computed", "from", "output", "what it proves")
+            self._print(*(Text(head, style="bold") for head in heads))
 
     def add(self, row: Row) -> None:
         self._console.print()
-        self._print(
-            Text("✔", style="green") if row.proved else Text("✘", style="bold red"),
-            Text(row.step),
-            Text(f"{row.reused_tokens:,}"),
-            Text(f"{row.computed_tokens:,}"),
-            Text(row.source.replace(", ", ",\n") or "-"),
-            Text("equal", style="green") if row.output_equal else Text("differs", style="yellow"),
-            Text(row.proves) if row.proved else Text(f"NOT proved ({row.reason}): {row.proves}", style="bold red"),
-        )
+        mark = Text("✔", style="green") if row.proved else Text("✘", style="bold red")
+        reused, computed = f"{row.reused_tokens:,}", f"{row.computed_tokens:,}"
+        output = Text("equal", style="green") if row.output_equal else Text("differs", style="yellow")
+        proves = Text(row.proves) if row.proved else Text(f"NOT proved ({row.reason}): {row.proves}", style="bold red")
+        if self._width >= NARROWEST_TABLE:
+            source = Text(row.source.replace(", ", ",\n") or "-")
+            self._print(mark, Text(row.step), Text(reused), Text(computed), source, output, proves)
+        else:
+            figures = f"reused {reused}, computed {computed}, from {row.source or '-'}, output "
+            for paragraph in (Text.assemble(mark, " ", row.step), Text.assemble(figures, output), proves):
+                self._console.print(paragraph)
 
     def finish(self, rows: Sequence[Row], seconds: float) -> None:
         self._console.print()

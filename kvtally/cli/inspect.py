@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -11,9 +12,10 @@ import typer
 from kvtally.cli.options import ConfigOption, JsonOption, SocketOption
 from kvtally.config import load
 from kvtally.errors import ConfigError, KVTallyError, TransportError
+from kvtally.units import printable
 
 if TYPE_CHECKING:  # costs 0.1 s, which `kvtally --help` need not pay
-    from rich.console import Console
+    from rich.console import RenderableType
 
     from kvtally.cli.render import KnownNamespace
     from kvtally.client import Call, Miss
@@ -59,11 +61,12 @@ def receipts(
     if as_json:
         typer.echo(json.dumps([_receipt_tree(receipt) for receipt in found], indent=2))
     elif found:
-        from kvtally.cli.render import receipts_table
+        from kvtally.cli.render import console, receipts_table
 
-        _console().print(receipts_table(found))
+        console().print(receipts_table(found))
     else:
-        typer.echo("No receipts: none was filed in the last minutes.", err=True)
+        what = f"No receipt of {printable(ticket)}" if ticket else "No receipts"
+        typer.echo(f"{what}: none was filed in the last minutes.", err=True)
     if ticket and not found:
         raise typer.Exit(1)
 
@@ -94,7 +97,7 @@ def reset(
             typer.echo("Nothing to forget: the store knows no namespace.")
             return
         for item in chosen:
-            typer.echo(f"{item.digest[:12]}  {item.model}  {item.objects:,} objects")
+            typer.echo(f"{item.digest[:12]}  {printable(item.model)}  {item.objects:,} objects")
         if not yes:
             typer.confirm("Forget these?", abort=True)
         calls = [store.client.reset(bytes.fromhex(item.digest)) for item in chosen]  # all, before one may fail
@@ -113,24 +116,34 @@ def _stat_json(store: _Asker, *, watch: bool) -> None:
 
 def _stat_tables(store: _Asker, *, watch: bool) -> None:
     from rich.live import Live
+
+    from kvtally.cli.render import console
+
+    pages, screen = _pages(store), console()
+    if watch and screen.is_terminal and not screen.is_dumb_terminal:
+        with Live(next(pages), console=screen, screen=True, auto_refresh=False) as live:
+            for page in pages:
+                live.update(page, refresh=True)
+    for page in pages if watch else (next(pages),):
+        screen.print(page)
+
+
+def _pages(store: _Asker) -> Iterator[RenderableType]:
+    """One at once, then one a second."""
     from rich.text import Text
 
     from kvtally.cli.render import read_stats, stats_page
 
     now = read_stats(store.stats())
-    console = _console()
-    if not watch:
-        console.print(stats_page(now))
-        return
-    with Live(stats_page(now), console=console, screen=console.is_terminal, auto_refresh=False) as live:
-        while True:
-            time.sleep(WATCH_S)
-            try:
-                before, now = now, read_stats(store.stats())
-            except TransportError as error:  # a store that restarts comes back
-                live.update(Text(f"{error.message}; waiting for it"), refresh=True)
-            else:
-                live.update(stats_page(now, before if before.store == now.store else None), refresh=True)
+    yield stats_page(now)
+    while True:
+        time.sleep(WATCH_S)
+        try:
+            before, now = now, read_stats(store.stats())
+        except TransportError as error:  # a store that restarts comes back
+            yield Text(f"{error.message}; waiting for it")
+        else:
+            yield stats_page(now, before if before.store == now.store else None)
 
 
 class _Asker:
@@ -200,10 +213,3 @@ def _receipt_tree(receipt: Receipt) -> dict[str, object]:
             for name, half in halves.items()
         },
     }
-
-
-def _console() -> Console:
-    """Markup is off: what peers call themselves is printed as it is."""
-    from rich.console import Console
-
-    return Console(markup=False, highlight=False)

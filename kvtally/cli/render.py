@@ -6,16 +6,20 @@ shows as zero.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from kvtally.core.receipts import Half, Receipt, Verdict
 from kvtally.errors import IncompatibleError
-from kvtally.units import human_size
+from kvtally.units import human_size, printable
+
+NO_EDGE = 10_000  # columns
 
 
 class Arena(msgspec.Struct, frozen=True):
@@ -110,6 +114,25 @@ def read_stats(tree: object) -> Stats:
         ) from error
 
 
+def console() -> Console:
+    """Markup is off: what peers call themselves is printed as it is. In a pipe or a file, where there is no edge, lines
+    are as long as they have to be."""
+    plain = Console(markup=False, highlight=False)
+    if not plain.is_terminal and "COLUMNS" not in os.environ:
+        plain.width = NO_EDGE
+    return plain
+
+
+def empty_table(title: str, *columns: str) -> Table:
+    """A table of the one look we have. A column whose name begins with > is set flush right. Nothing is cut off where
+    the terminal is narrow: half a ticket, or half a path, is of no use."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
+        made.add_column(column.removeprefix(">"), justify=justify, overflow="fold")
+    return made
+
+
 def stats_page(now: Stats, before: Stats | None = None) -> RenderableType:
     """One page. Rates are those since `before`, or, without it, averages since the store started."""
     parts: list[RenderableType] = [_headline(now), _tier_table(now), _reuse_table(now), _rate_table(now, before)]
@@ -121,18 +144,19 @@ def stats_page(now: Stats, before: Stats | None = None) -> RenderableType:
 
 
 def receipts_table(receipts: Sequence[Receipt]) -> RenderableType:
-    table = _table("receipts", "ticket", "verdict", ">promised", ">reused", ">computed", ">load ms", "from", "reason")
+    head = ("ticket", "verdict", ">promised", ">reused", ">computed", ">load ms", "from", "reason")
+    table = empty_table("receipts", *head)
     for receipt in receipts:
         decode = receipt.decode
         table.add_row(
-            _plain(receipt.ticket),
+            printable(receipt.ticket),
             Text(receipt.verdict, style=_VERDICT_STYLE[receipt.verdict]),
             f"{receipt.prefill.saved_tokens:,}" if receipt.prefill else "-",
             f"{decode.reused_tokens:,}" if decode else "-",
             f"{decode.computed_tokens:,}" if decode else "-",
             f"{decode.load_ms:.1f}" if decode else "-",
             _sources(decode) if decode else "-",
-            _plain(decode.reason if decode else "") or "-",
+            printable(decode.reason if decode else "") or "-",
         )
     return table
 
@@ -153,7 +177,8 @@ def _headline(now: Stats) -> Text:
 
 def _tier_table(now: Stats) -> Table:
     head = ("tier", "state", ">used", ">of", ">full", ">objects", ">evicted", ">read", ">written", ">to do", ">dropped")
-    table = _table("tiers", *head)
+    table = empty_table("tiers", *head)
+    table.collapse_padding = True  # so that it fits 80 columns
     arena = Tier(
         name="arena",
         capacity_bytes=now.arena.capacity_bytes,
@@ -181,7 +206,7 @@ def _tier_table(now: Stats) -> Table:
 
 def _reuse_table(now: Stats) -> Table:
     lookups, puts = now.lookups, now.puts
-    table = _table("reuse", "what", ">count", ">share")
+    table = empty_table("reuse", "what", ">count", ">share")
     table.add_row("lookups", f"{lookups.total:,}", "")
     table.add_row("  with a hit", f"{lookups.hits:,}", _share(lookups.hits, lookups.total))
     for reason, count in sorted(lookups.misses.items(), key=lambda item: -item[1]):
@@ -211,7 +236,7 @@ def _troubles(now: Stats) -> dict[str, int]:
 def _rate_table(now: Stats, before: Stats | None) -> Table:
     earlier = before or Stats()
     seconds = max(now.uptime_s - earlier.uptime_s, 1e-3)
-    table = _table("throughput", "what", ">a second, " + ("just now" if before else "since the start"))
+    table = empty_table("throughput", "what", ">a second, " + ("just now" if before else "since the start"))
     table.add_row("lookups", f"{(now.lookups.total - earlier.lookups.total) / seconds:,.1f}")
     table.add_row("tokens reused", f"{(now.lookups.hit_tokens - earlier.lookups.hit_tokens) / seconds:,.0f}")
     table.add_row("saved", human_size(int((now.puts.bytes - earlier.puts.bytes) / seconds)))
@@ -224,11 +249,11 @@ def _rate_table(now: Stats, before: Stats | None) -> Table:
 
 
 def _client_table(clients: Sequence[Client]) -> Table:
-    table = _table("clients", ">session", "client", "namespace", ">leases", ">open saves")
+    table = empty_table("clients", ">session", "client", "namespace", ">leases", ">open saves")
     for client in clients:
         table.add_row(
             str(client.session),
-            _plain(client.client),
+            printable(client.client),
             client.namespace[:12] or "-",
             f"{client.leases:,}",
             f"{client.puts:,}",
@@ -237,23 +262,10 @@ def _client_table(clients: Sequence[Client]) -> Table:
 
 
 def _namespace_table(namespaces: Sequence[KnownNamespace]) -> Table:
-    table = _table("namespaces", "digest", "model", ">objects", ">chunk tokens")
+    table = empty_table("namespaces", "digest", "model", ">objects", ">chunk tokens")
     for known in namespaces:
-        table.add_row(known.digest[:12], _plain(known.model), f"{known.objects:,}", f"{known.chunk_tokens:,}")
+        table.add_row(known.digest[:12], printable(known.model), f"{known.objects:,}", f"{known.chunk_tokens:,}")
     return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    """A table of the one look we have. A column whose name begins with > is set flush right."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", style="")
-    return table
-
-
-def _plain(text: str) -> str:
-    """Names come from peers: no escape sequence of theirs may reach the terminal."""
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _share(part: int, whole: int) -> str:

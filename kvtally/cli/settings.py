@@ -19,15 +19,12 @@ def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
         typer.echo(json.dumps(_tree(settings), indent=2))
         return
 
-    from rich.console import Console
-    from rich.table import Table
+    from kvtally.cli.render import console, empty_table
 
-    table = Table("setting", "value", "origin", "given in", box=None, pad_edge=False)
+    table = empty_table(f"file: {settings.file or 'none'}", "setting", "value", "origin", "given in")
     for row in settings.shown():
         table.add_row(row.key, _for_people(row), row.origin, row.where)
-    console = Console()
-    console.print(f"file: {settings.file or 'none'}", highlight=False, soft_wrap=True)
-    console.print(table)
+    console().print(table)
 
 
 def _tree(settings: Settings) -> dict[str, object]:

@@ -10,6 +10,7 @@ import typer
 
 from kvtally.cli.options import JsonOption
 from kvtally.errors import ConfigError
+from kvtally.units import printable
 
 if TYPE_CHECKING:  # `kvtally --help` need not pay for these
     from kvtally.verify.judge import Observation, Report
@@ -93,18 +94,18 @@ def _print_observation(seen: Observation) -> None:
     reused, computed = (str(told.reused_tokens), str(told.computed_tokens)) if told else ("-", "-")
     typer.echo(
         CELLS.format(
-            seen.case, seen.turn, seen.prompt_tokens, answer, _plain(verdict), reused, computed, _plain(places)
+            seen.case, seen.turn, seen.prompt_tokens, answer, printable(verdict), reused, computed, printable(places)
         )
     )
 
 
 def _print_words(report: Report) -> None:
-    typer.echo(f"\n{report.outcome.upper()}. {_plain(report.summary)}")
+    typer.echo(f"\n{report.outcome.upper()}. {printable(report.summary)}")
     for finding in report.findings:
-        typer.echo(f"\n{'problem' if finding.is_problem else 'note'}: {_plain(finding.what)}")
+        typer.echo(f"\n{'problem' if finding.is_problem else 'note'}: {printable(finding.what)}")
         if finding.requests:
             typer.echo(f"  seen in: {'; '.join(finding.requests)}")
-        typer.echo(f"  remedy: {_plain(finding.remedy)}")
+        typer.echo(f"  remedy: {printable(finding.remedy)}")
 
 
 def _print_json(report: Report, seed: int) -> None:
@@ -112,8 +113,3 @@ def _print_json(report: Report, seed: int) -> None:
 
     tree = {"seed": seed, **msgspec.to_builtins(report)}
     typer.echo(msgspec.json.format(msgspec.json.encode(tree), indent=2).decode())
-
-
-def _plain(text: str) -> str:
-    """Some of it comes from peers: no escape sequence of theirs may reach the terminal."""
-    return "".join(character if character.isprintable() else "?" for character in text)

@@ -132,3 +132,22 @@ def test_the_control_has_teeth() -> None:
     assert demo._judge(row, True, "").proved
     assert not demo._judge(row, False, "").proved
     assert not demo._judge(row, True, "", output_equal=False).proved
+
+
+def test_a_narrow_terminal_gets_all_of_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    row = demo.Row(
+        step="A is killed",
+        reused_tokens=1_536,
+        computed_tokens=300,
+        source="memory, disk",
+        output_equal=True,
+        reason="",
+        proves="nothing is lost",
+        proved=True,
+    )
+    for columns in (20, 40, 79, 80, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        demo.Report().add(row)
+        told = " ".join(capsys.readouterr().out.split())
+        for words in ("A is killed", "1,536", "300", "memory,", "disk", "equal", "nothing is lost"):
+            assert words in told

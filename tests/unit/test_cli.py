@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -235,6 +236,14 @@ class TestConfigShow:
         assert "a-long-enough-secret" not in result.out
         assert "KVTALLY_STORE__TOKEN" in result.out
 
+    def test_no_value_is_cut_off(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = "/var/lib/" + "deeper/" * 10 + "store.sock"
+        monkeypatch.setenv("KVTALLY_STORE__SOCKET", path)
+        monkeypatch.setenv("COLUMNS", "80")
+        assert "…" not in run("config", "show").out
+        monkeypatch.delenv("COLUMNS")
+        assert f" {path} " in run("config", "show").out
+
 
 class TestStat:
     def test_json_is_the_stores_own_tree(self, run: Run, store: str) -> None:
@@ -275,7 +284,9 @@ class TestStat:
         naps.clear()
         result = run("stat", "--socket", store, "--watch")
         assert result.code == 130
-        assert "just now" in result.out
+        # Without a terminal there is no screen to paint over: every look is printed when it is taken.
+        assert result.out.count("a second, ") == 3
+        assert result.out.count("just now") == 2
 
 
 class TestReceipts:
@@ -293,6 +304,22 @@ class TestReceipts:
 
     def test_unknown_ticket(self, run: Run, store: str) -> None:
         assert run("receipts", "other", "--socket", store, "--json") == (1, "[]\n", "")
+        result = run("receipts", "other", "--socket", store)
+        assert (result.code, result.err) == (1, "No receipt of other: none was filed in the last minutes.\n")
+
+    def test_a_ticket_is_whole_however_narrow_the_terminal_is(
+        self, run: Run, store: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It is what the receipt is asked for by."""
+        ticket = "cmpl-8b7e56189b2c71f6a8b7e56189b2c71f6-0-0a1b2c3d"
+        with StoreClient(store, namespace=NAMESPACE) as client:
+            half = Half(role=Role.DECODE, tokens_host=16, computed_tokens=17, verified=True)
+            assert not isinstance(client.file_receipt(ticket, half).wait(), Miss)
+        monkeypatch.setenv("COLUMNS", "60")
+        narrow = run("receipts", ticket, "--socket", store).out.splitlines()
+        assert "".join(line[:12].split(" ")[0] for line in narrow).endswith(ticket)
+        monkeypatch.delenv("COLUMNS")  # a pipe has no edge
+        assert run("receipts", "--socket", store).out.splitlines()[2].split()[0] == ticket
 
 
 class TestReset:
@@ -311,6 +338,13 @@ class TestReset:
         result = run("reset", "--socket", store, "--namespace", prefix, "--yes")
         assert result.code == 2
         assert NAMESPACE.digest.hex()[:12] in result.err
+
+    def test_no_escape_sequence_of_a_model_reaches_the_terminal(self, run: Run, store: str) -> None:
+        rude = msgspec.structs.replace(NAMESPACE, model="tiny\x1b[31m")
+        with StoreClient(store, namespace=rude) as client:
+            save(client)
+        result = run("reset", "--socket", store, "--namespace", rude.digest.hex()[:12], "--yes")
+        assert (result.code, "tiny?[31m" in result.out, "\x1b" in result.out) == (0, True, False)
 
     def test_nobody_to_ask_is_a_no(self, run: Run, store: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / "empty").touch()
