@@ -45,6 +45,8 @@ def main() -> None:
     except KVTallyError as error:
         print(f"error: {error.message} [{error.code}]\nremedy: {error.remedy}", file=sys.stderr)  # noqa: T201
         sys.exit(2 if error.disposition is Disposition.REFUSE else 1)
+    except KeyboardInterrupt:  # before a command had begun; from then on typer sees to it
+        sys.exit(130)
 
 
 def _print_version(asked: bool) -> None:

@@ -38,7 +38,9 @@ def verify(
             help="Of the random prompts. Default: a new one, so that nobody has seen them.", show_default=False
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Longest wait for an answer.")] = 120.0,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, max=86_400, help="Longest wait for an answer.")
+    ] = 120.0,
     as_json: JsonOption = False,
 ) -> None:
     """Prove that a router's reuse is real, or say why it is not.
@@ -53,7 +55,8 @@ def verify(
     key = _read_key(key_file)
 
     def connect(address: str) -> Server:
-        return Server(address, key=key, timeout_s=timeout)
+        base = address.rstrip("/").removesuffix("/v1")  # which is what OpenAI's clients are given
+        return Server(base, key=key, timeout_s=timeout)
 
     seed = secrets.randbits(32) if seed is None else seed
     if not as_json:
@@ -79,9 +82,14 @@ def _read_key(path: Path | None) -> str:
     if path is None:
         return ""
     try:
-        return path.read_text(encoding="utf-8").strip()
+        key = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the key file {path} cannot be read: {error}", remedy="Check its path and mode.") from error
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"the key file {path} holds what no header can carry", remedy="Write the key alone into it, as one line."
+        )
+    return key
 
 
 def _print_observation(seen: Observation) -> None:

@@ -47,7 +47,7 @@ class Server:
             what = error.reason if isinstance(error, urllib.error.URLError) else error
             raise TransportError(
                 f"{self.url}{path} did not answer: {what or type(error).__name__}",
-                remedy="Check the address, and that it can be reached from here.",
+                remedy="Check the address, http://HOST:PORT, and that it can be reached from here.",
             ) from error
 
 

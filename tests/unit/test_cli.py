@@ -192,6 +192,15 @@ class TestErrors:
         fake_module(monkeypatch, "kvtally.cli.demo_store", interrupted)
         assert run("demo-store") == (130, "", "")
 
+    def test_an_interrupt_before_a_command_has_begun_is_quiet_too(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(cli, "app", interrupted)
+        assert run("stat") == (130, "", "")
+
 
 def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, main: object) -> None:
     module = types.ModuleType(name)

@@ -647,6 +647,17 @@ def test_no_router_is_no_test(run: Command, url: str) -> None:
     code, out = run(url=url.format(port=free_ports(1)[0]))
     assert code == 2
     assert "did not answer" in out
+    assert "http://HOST:PORT" in out
+
+
+def test_the_address_that_clients_are_given_will_do(deployment: Deployment, run: Command) -> None:
+    code, out = run(url=f"http://{deployment.router.address}/v1/")
+    assert code == 0, out
+
+
+@pytest.mark.parametrize("seconds", ["inf", "1e300", "nan", "0"])
+def test_a_wait_without_end_is_refused(run: Command, seconds: str) -> None:
+    assert run("--timeout", seconds) == (2, "")
 
 
 def test_an_engine_can_be_named(deployment: Deployment, run: Command) -> None:
@@ -658,3 +669,9 @@ def test_an_engine_can_be_named(deployment: Deployment, run: Command) -> None:
 
 def test_a_key_file_that_cannot_be_read(run: Command, tmp_path: Path) -> None:
     assert run("--key-file", str(tmp_path / "none"))[0] == 2
+
+
+@pytest.mark.parametrize("content", ["ключ", "two\nlines"])
+def test_a_key_that_no_header_can_carry(run: Command, tmp_path: Path, content: str) -> None:
+    (tmp_path / "key").write_text(content, encoding="utf-8")
+    assert run("--key-file", str(tmp_path / "key")) == (2, "")
