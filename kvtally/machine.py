@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -103,6 +105,23 @@ def state_directory(environ: Mapping[str, str]) -> Path:
 def python_path() -> str:
     """PYTHONPATH of a process that is to import this very package, wherever it was imported from."""
     return os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def ending_with_us(command: Sequence[str], number: signal.Signals = signal.SIGKILL) -> list[str]:
+    """The command, to be sent this signal by the kernel when we are gone, however we ended. The process asks for that
+    itself, before it becomes what it is to be: nothing of ours runs between fork and exec, where threads are in the
+    way. To be started by a thread that lives as long as we do."""
+    return [sys.executable, "-I", "-S", "-c", _TIE, str(int(number)), str(os.getpid()), *command]
+
+
+_TIE = """
+import ctypes, os, sys
+number, parent = map(int, sys.argv[1:3])
+ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG; it outlives exec
+if os.getppid() != parent:
+    sys.exit(127)  # it was gone before we asked to be told
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def own_environment() -> dict[str, str]:

@@ -20,7 +20,10 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import msgspec
 from rich.console import Console, RenderableType
 
+from kvtally.config import LONGEST_SOCKET_PATH_BYTES
 from kvtally.errors import ConfigError
+
+SOCKET_NAME_BYTES = len("/kvtally-demo-12345678/index-1000000.sock")  # the longest that is made there
 
 
 class Measured(Protocol):
@@ -58,7 +61,7 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
 def measure(options: argparse.Namespace, run: Callable[[Path], M], page: Callable[[M], RenderableType]) -> int:
     """The exit code says whether it could be measured and outputs were equal, not whether targets were met."""
     begun, load = time.monotonic(), os.getloadavg()[0]
-    with leaving(), tempfile.TemporaryDirectory(prefix="kvtally-") as directory:
+    with leaving(), tempfile.TemporaryDirectory(prefix="kvtally-", dir=place()) as directory:
         figures = run(Path(directory))
     figures.cpus, figures.load_at_start = len(os.sched_getaffinity(0)), load
     figures.elapsed_s = time.monotonic() - begun
@@ -67,6 +70,13 @@ def measure(options: argparse.Namespace, run: Callable[[Path], M], page: Callabl
     else:
         Console(highlight=False).print(page(figures))
     return 0 if figures.outputs_equal else 1
+
+
+def place() -> str:
+    """Where the directory of a bench or a demo goes: the usual place, unless a socket's path beneath it would be too
+    long."""
+    usual = tempfile.gettempdir()
+    return usual if len(os.fsencode(usual)) + SOCKET_NAME_BYTES <= LONGEST_SOCKET_PATH_BYTES else "/tmp"
 
 
 @contextmanager

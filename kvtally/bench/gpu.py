@@ -28,7 +28,7 @@ from rich.console import Console
 
 from kvtally import __version__
 from kvtally.bench.child import Child
-from kvtally.bench.command import leaving
+from kvtally.bench.command import leaving, place
 from kvtally.bench.gpu_arms import QUICK, Bench, EngineBench, Job, Scale
 from kvtally.bench.gpu_copies import CASES, MeasureCopies, Measured, MeasureLimits, Probe
 from kvtally.bench.gpu_engine import SHAPES
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str]) -> int:
 
     with ExitStack() as stack:
         stack.enter_context(leaving())
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtally-")))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtally-", dir=place())))
         disk = Path(stack.enter_context(_directory(options.dir)))
         logs = _made(Path(options.logs)) if options.logs else directory
         figures.machine = _machine(directory, needs_vllm=any(job.part == "engine" for job in jobs))

@@ -21,11 +21,12 @@ from kvtally.bench.tasks import StoreState, Task
 from kvtally.bench.worker import Answer
 from kvtally.client import Miss, StoreClient
 from kvtally.errors import TransportError
-from kvtally.machine import own_environment
+from kvtally.machine import ending_with_us, own_environment
 
 START_S = 60.0
 TASK_S = 300.0  # the longest task fills an index with a million objects
 STOP_S = 10.0
+LOG_LINES = 2  # of a store that gave up: what was wrong, and its remedy
 
 
 class Daemon:
@@ -50,11 +51,12 @@ class Daemon:
             command += ["--disk-read-limit", str(disk_read_bytes_s)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvtally", *command],
+                ending_with_us([sys.executable, "-m", "kvtally", *command]),
                 cwd=directory,
                 env=own_environment(),
                 stdout=log,
                 stderr=log,
+                process_group=0,  # Ctrl-C is ours to handle
             )
         self._client = StoreClient(self.socket, name="bench")
         with ExitStack() as stack:
@@ -119,6 +121,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
+            process_group=0,  # Ctrl-C is ours to handle; it ends when its stdin does
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
@@ -177,8 +180,9 @@ def _end(process: subprocess.Popen[bytes], *, ask: bool = True) -> None:
 
 
 def _broken(what: str, log: str) -> TransportError:
-    last = log.strip().splitlines()[-1:]
-    return TransportError(": ".join([what, *last]), remedy="See what it says; try again on a quieter machine.")
+    last = " | ".join(log.strip().splitlines()[-LOG_LINES:])
+    what = f"{what}: {last}" if last else what
+    return TransportError(what, remedy="See what it says; try again on a quieter machine.")
 
 
 def drop_pages(place: Path) -> None:

@@ -32,12 +32,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtally import __version__
-from kvtally.bench.command import leaving
+from kvtally.bench.command import leaving, place
 from kvtally.bench.processes import Daemon
 from kvtally.bench.route_parts import Outcome, Task
 from kvtally.errors import TransportError
-from kvtally.machine import free_ports, own_environment
+from kvtally.machine import ending_with_us, free_ports, own_environment
 from kvtally.units import human_size
+from kvtally.up.machine import direct
 from kvtally.wire.limits import MIB
 
 START_S = 30.0
@@ -106,7 +107,7 @@ class Part:
     def __init__(self, directory: Path, *command: str) -> None:
         with (directory / "parts.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *command],
+                ending_with_us([sys.executable, "-m", *command]),
                 env=own_environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -275,7 +276,7 @@ def _router(stack: ExitStack, directory: Path, *flags: str) -> Part:
     deadline = time.monotonic() + START_S
     while True:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/instances", timeout=1.0) as response:
+            with direct.open(f"http://127.0.0.1:{port}/instances", timeout=1.0) as response:
                 if b"unreachable" not in response.read():
                     return part
         except (urllib.error.URLError, ConnectionError, TimeoutError):
@@ -286,7 +287,7 @@ def _router(stack: ExitStack, directory: Path, *flags: str) -> Part:
 
 
 def _verdicts(port: int) -> dict[str, int]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5.0) as response:
+    with direct.open(f"http://127.0.0.1:{port}/metrics", timeout=5.0) as response:
         lines = response.read().decode().splitlines()
     prefix = 'kvtally_router_verdicts_total{verdict="'
     rows = [line.removeprefix(prefix).split('"} ') for line in lines if line.startswith(prefix)]
@@ -345,7 +346,7 @@ def main(arguments: Sequence[str]) -> int:
     begun = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(leaving())
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtally-")))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtally-", dir=place())))
         Bench(stack, directory, QUICK if options.quick else Scale(), figures).run()
     figures.elapsed_s = time.monotonic() - begun
     figures.targets = judge(figures)

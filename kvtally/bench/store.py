@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from kvtally import __version__
-from kvtally.bench.command import leaving
+from kvtally.bench.command import leaving, place
 from kvtally.bench.processes import Daemon, Worker, ask_all, drop_pages
 from kvtally.bench.report import Figures, judge, page
 from kvtally.bench.samples import Samples
@@ -406,7 +406,7 @@ def main(arguments: Sequence[str]) -> int:
     begun = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(leaving())
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtally-")))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtally-", dir=place())))
         disk = Path(stack.enter_context(_disk_directory(options.dir))).resolve()
         stack.enter_context(bar)
         Plan(scale=scale, meter=Meter(bar, scale.seconds), directory=directory, disk=disk, figures=figures).run()

@@ -7,7 +7,6 @@ Owns the loop; what can be asked for is `tasks`. Threading: none.
 
 from __future__ import annotations
 
-import signal
 import sys
 
 import msgspec
@@ -25,7 +24,6 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the plan then closes our stdin, which ends us
     bench = Bench()
     decoder = msgspec.json.Decoder(AnyTask)
     for line in sys.stdin.buffer:

@@ -29,8 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvtally.bench.command import leaving
-from kvtally.cli.demo_store import place
+from kvtally.bench.command import leaving, place
 from kvtally.cli.render import read_stats
 from kvtally.client import Miss
 from kvtally.core.receipts import Verdict

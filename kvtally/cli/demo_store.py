@@ -6,18 +6,16 @@ Owns the story, the processes and the table. Every prompt's output is first comp
 whatever an engine answers later is compared with that. A step that does not prove what it should makes the exit code 1.
 
 Nothing outlives it: children are stopped on the way out, are killed by the kernel if this process dies, and live in one
-temporary directory. Threading: none, so that children can be set up between fork and exec.
+temporary directory. Threading: none.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import random
 import select
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,14 +28,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvtally.bench.command import leaving
+from kvtally.bench.command import leaving, place
 from kvtally.cli.render import Stats, read_stats
 from kvtally.client import Miss, StoreClient
-from kvtally.config import LONGEST_SOCKET_PATH_BYTES
 from kvtally.core.geometry import runs
 from kvtally.core.receipts import Role, Verdict
 from kvtally.errors import KVTallyError, TierError, TransportError
-from kvtally.machine import own_environment
+from kvtally.machine import ending_with_us, own_environment
 from kvtally.shm import address_of
 from kvtally.testing.engine import FULL, NAMESPACE, Answer, SyntheticEngine
 from kvtally.wire.messages import MissReason
@@ -48,9 +45,6 @@ SHARED_TOKENS = 6 * NAMESPACE.chunk_tokens  # the beginning that two prompts hav
 NEXT_CHUNK = SHARED_TOKENS // NAMESPACE.chunk_tokens  # index of the first chunk after it
 LOG_LINES = 5
 NARROWEST_TABLE = 80  # columns; where there are fewer, a row becomes paragraphs
-SOCKET_NAME_BYTES = len("/kvtally-demo-12345678/store.sock")
-_PR_SET_PDEATHSIG = 1
-_prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 INTRODUCTION = (
     "A store daemon and two engine processes. The engines have a synthetic hybrid model: full attention, sliding "
@@ -97,12 +91,6 @@ def main(arguments: Sequence[str]) -> int:
     else:
         table.finish(rows, seconds)
     return 0 if is_proved(rows) else 1
-
-
-def place() -> str:
-    """Where the demo's directory goes: the usual place, unless a socket's path beneath it would be too long."""
-    usual = tempfile.gettempdir()
-    return usual if len(os.fsencode(usual)) + SOCKET_NAME_BYTES <= LONGEST_SOCKET_PATH_BYTES else "/tmp"
 
 
 def is_proved(rows: Sequence[Row]) -> bool:
@@ -293,7 +281,7 @@ class Child:
         self._log = directory / f"{name}.log"
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
+                ending_with_us([sys.executable, "-m", *arguments]),
                 stdin=pipes,
                 stdout=pipes,
                 stderr=log,
@@ -301,7 +289,6 @@ class Child:
                 cwd=directory,
                 env=own_environment(),
                 process_group=0,
-                preexec_fn=_die_with_parent,
             )
 
     def kill(self) -> None:
@@ -424,11 +411,6 @@ class Stage:
 
 def _ticket(tokens: Tokens) -> str:
     return f"demo-{len(tokens)}"
-
-
-def _die_with_parent() -> None:
-    """In the child, before exec: be killed when the demo dies without a chance to do it itself."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 # ---- the table

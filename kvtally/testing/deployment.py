@@ -12,21 +12,23 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtally.client import Miss, StoreClient
 from kvtally.errors import TransportError
-from kvtally.machine import free_ports
+from kvtally.machine import ending_with_us, free_ports, own_environment
 from kvtally.testing.engines import ENVIRONMENT
 from kvtally.testing.models import Model
+from kvtally.up.machine import direct
 
 START_S = 400.0
 REQUEST_S = 120.0
@@ -82,7 +84,7 @@ def post(url: str, content: Mapping[str, Any], headers: Mapping[str, str] | None
     data = json.dumps(content).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
     try:
-        with urllib.request.urlopen(request, timeout=REQUEST_S) as response:
+        with direct.open(request, timeout=REQUEST_S) as response:
             return answer_of(response.read(), response.headers)
     except urllib.error.HTTPError as error:
         with error:
@@ -137,9 +139,14 @@ class Deployment:
         file = directory / "up.yaml"
         file.write_text(json.dumps(tree))  # JSON is YAML
         self._log = directory / "up.log"
+        command = [sys.executable, "-m", "kvtally", "up", str(file)]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvtally", "up", str(file)], stdout=log, stderr=log, env=os.environ
+                ending_with_us(command, signal.SIGTERM),  # upon which it ends its own in order
+                cwd=directory,  # neither settings in the caller's directory nor those in its environment are for this
+                env=own_environment(),
+                stdout=log,
+                stderr=log,
             )
 
     def wait_ready(self, timeout_s: float = START_S, *, on_line: Callable[[str], object] = str) -> None:
@@ -160,8 +167,8 @@ class Deployment:
                 return False
         try:
             for engine in (self.prefill, self.decode):
-                urllib.request.urlopen(f"{engine}/health", timeout=5).close()
-            with urllib.request.urlopen(f"{self.router}/health", timeout=5) as response:
+                direct.open(f"{engine}/health", timeout=5).close()
+            with direct.open(f"{self.router}/health", timeout=5) as response:
                 return bool(json.load(response)["status"] == "ok")
         except OSError:
             return False
@@ -188,10 +195,10 @@ class Deployment:
 
     def close(self) -> None:
         self._process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
-        finally:
-            self._process.kill()
+        self._process.kill()
+        self._process.wait()
 
     # ---- requests
 
@@ -223,7 +230,7 @@ class Deployment:
         def is_reset() -> bool:
             request = urllib.request.Request(f"{engine}/reset_prefix_cache", b"{}")
             try:
-                with urllib.request.urlopen(request, timeout=10) as response:
+                with direct.open(request, timeout=10) as response:
                     return bool(json.load(response)["success"])
             except OSError:
                 return False
@@ -233,7 +240,7 @@ class Deployment:
 
     def counted(self) -> dict[str, float]:
         """Prompt tokens of decode's engine by where they came from, as vLLM counts them."""
-        with urllib.request.urlopen(f"{self.decode}/metrics", timeout=10) as response:
+        with direct.open(f"{self.decode}/metrics", timeout=10) as response:
             text = response.read().decode()
         found = re.findall(r'^vllm:prompt_tokens_by_source_total\{.*source="(\w+)".*\} (\S+)$', text, re.MULTILINE)
         return {source: float(value) for source, value in found}
@@ -251,7 +258,7 @@ class Deployment:
 
         def is_there() -> bool:
             try:
-                with urllib.request.urlopen(f"{self.router}/receipts/{answer.told['request']}", timeout=10) as response:
+                with direct.open(f"{self.router}/receipts/{answer.told['request']}", timeout=10) as response:
                     found.update(json.load(response))
             except OSError:
                 return False

@@ -30,6 +30,7 @@ from kvtally.core.namespace import GroupKind
 from kvtally.errors import TransportError
 from kvtally.machine import free_ports, python_path
 from kvtally.testing import nursery as nurseries
+from kvtally.up.machine import direct
 
 START_S = 300.0
 CALL_S = 240.0
@@ -273,7 +274,7 @@ class Server:
             f"http://127.0.0.1:{self.port}{path}", content, {"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=CALL_S) as response:
+            with direct.open(request, timeout=CALL_S) as response:
                 answer: bytes = response.read()
                 return answer
         except OSError as error:

@@ -25,7 +25,7 @@ from kvtally.up.plan import Host, Process
 
 PROBE_S = 2.0
 _OFFLINE = ("1", "on", "yes", "true")
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy knows nothing of our own loopback
+direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy knows nothing of our own loopback
 
 
 def this_host(environ: Mapping[str, str], root: Path = Path("/")) -> Host:
@@ -77,7 +77,7 @@ def answers(address: str, timeout_s: float = PROBE_S) -> bool:
         with StoreClient(address, name="kvtally up") as client:
             return not isinstance(client.connect(timeout_s), Miss)
     try:
-        with _direct.open(address, timeout=timeout_s) as response:
+        with direct.open(address, timeout=timeout_s) as response:
             return bool(response.status == 200)
     except (OSError, http.client.HTTPException):
         return False

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
+import os
+import select
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from kvtally.bench import route
+from kvtally.bench import repeat_report, route
 from kvtally.bench.child import Child
-from kvtally.bench.processes import Worker
+from kvtally.bench.command import measure
+from kvtally.bench.processes import Daemon, Worker
 from kvtally.bench.report import Figures, Latency, judge, page
 from kvtally.bench.store import main
 from kvtally.bench.tasks import OBJECT_BYTES, Allocate, Copy, RawRead
 from kvtally.errors import ConfigError, TransportError
+from kvtally.machine import own_environment
 
 ROOT = Path(__file__).parents[2]
 RATES = (
@@ -162,6 +168,51 @@ def test_a_worker_measures_and_reports_what_goes_wrong(tmp_path: Path) -> None:
         with pytest.raises(TransportError, match="instead of"):
             worker.ask(RawRead(str(short), 0))
         assert worker.ask(Copy())  # an error ends a task, not the worker
+
+
+def test_a_worker_is_not_the_terminals_to_interrupt() -> None:
+    """Ctrl-C while it starts would make it print a traceback."""
+    with Worker() as worker:
+        assert os.getpgid(worker._process.pid) == worker._process.pid
+
+
+ORPHAN = """
+import sys, time
+from pathlib import Path
+from kvtally.bench.processes import Daemon
+daemon = Daemon(Path(sys.argv[1]), "s", memory_bytes=16 << 20)
+print(daemon._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_store_ends_with_the_bench_however_that_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ORPHAN, str(tmp_path)]
+    with subprocess.Popen(command, env=own_environment(), stdout=subprocess.PIPE) as bench:
+        assert bench.stdout is not None
+        end = os.pidfd_open(int(bench.stdout.readline()))
+        try:
+            bench.kill()
+            assert select.select([end], [], [], 20)[0]
+        finally:
+            os.close(end)
+
+
+def test_a_store_that_does_not_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(TransportError, match=r"error: store.memory = 1 .* below the smallest .* remedy: Write a size"):
+        Daemon(tmp_path, "s", memory_bytes=1)
+
+
+def test_sockets_find_room_where_the_temporary_path_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 80)
+    seen: list[Path] = []
+
+    def run(directory: Path) -> repeat_report.Figures:
+        seen.append(directory)
+        return repeat_report.Figures()
+
+    measure(argparse.Namespace(json=True), run, lambda figures: "")
+    assert seen[0].parent == Path("/tmp")
 
 
 def test_an_interpreter_that_is_none_is_one_line(tmp_path: Path) -> None:

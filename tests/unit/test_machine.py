@@ -1,13 +1,37 @@
-"""Ports that may be listened to later. (Memory and disk are tested where they are asked for.)"""
+"""Ports that may be listened to later, processes that end with us. (The rest is tested where it is asked for.)"""
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from kvtally.machine import FIRST_PORT, free_ports
+from kvtally.machine import FIRST_PORT, free_ports, own_environment
+
+TIED = """
+import subprocess, sys, time
+from kvtally.machine import ending_with_us
+said = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+subprocess.Popen(ending_with_us([sys.executable, "-c", said]))
+time.sleep(600)
+"""
+
+
+def test_what_is_tied_to_a_process_ends_with_it_however_that_ends() -> None:
+    with subprocess.Popen([sys.executable, "-c", TIED], env=own_environment(), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        end = os.pidfd_open(int(process.stdout.readline()))
+        try:
+            process.send_signal(signal.SIGKILL)
+            assert select.select([end], [], [], 20)[0]
+        finally:
+            os.close(end)
 
 
 def proc(directory: Path, outgoing: str) -> Path:
