@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import tomllib
 from pathlib import Path
 from types import UnionType
 from typing import get_args
@@ -97,6 +98,17 @@ def test_commands_and_codes_that_are_named_exist(path: Path) -> None:
     named = set(re.findall(r"(?:`|^|bin/)kvtally ([a-z]+)", text, re.MULTILINE))
     assert named <= commands
     assert set(re.findall(r"KV-\d{3}", text)) <= set(CODES)
+
+
+def test_a_source_distribution_has_what_its_makefile_runs_and_its_readme_links_to() -> None:
+    included = tomllib.loads(text_of("pyproject.toml"))["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    always = ["README.md", "LICENSE", "pyproject.toml"]
+    needed = {*re.findall(r"\bscripts/[\w-]+", text_of("Makefile")), "Makefile"}
+    needed |= {
+        target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text_of("README.md")) if "://" not in target
+    }
+    roots = tuple([name.removeprefix("/") for name in included] + always)
+    assert {name.split("/")[0] for name in needed if name} - set(roots) == set()
 
 
 def test_readme_is_short_and_has_a_place_for_figures() -> None:
