@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -24,6 +25,8 @@ if TYPE_CHECKING:  # costs 0.1 s, which `kvtally --help` need not pay
 R = TypeVar("R")
 
 WATCH_S = 1.0
+RESET_S = 60.0  # to forget a million objects takes a store some seconds, in which it answers nobody
+_REFUSAL = re.compile(r"(.*) \[(KV-\d{3})\]\. (.*)", re.DOTALL)  # an error as text: `KVTallyError.__str__`
 SHORTEST_PREFIX = 6  # of a digest, in hexadecimal digits
 
 
@@ -100,7 +103,8 @@ def reset(
             typer.echo(f"{item.digest[:12]}  {printable(item.model)}  {item.objects:,} objects")
         if not yes:
             typer.confirm("Forget these?", abort=True)
-        calls = [store.client.reset(bytes.fromhex(item.digest)) for item in chosen]  # all, before one may fail
+        # All, before one may fail.
+        calls = [store.client.reset(bytes.fromhex(item.digest), timeout_s=RESET_S) for item in chosen]
         count = sum(store.answer(call).objects for call in calls)
     typer.echo(f"Forgot {count:,} objects.")
 
@@ -186,6 +190,9 @@ class _Asker:
                 remedy="It is overloaded or stopped: look at its log and its CPU time, then try again.",
                 code="KV-501",
             )
+        if told := _REFUSAL.fullmatch(miss.detail):
+            message, code, remedy = told.groups()
+            return TransportError(f"the store said no: {message}", remedy=remedy, code=code)
         return TransportError(f"the store said no: {miss.detail or miss.reason}", remedy="Its log says more.")
 
 

@@ -19,12 +19,13 @@ from rich.console import Console
 from kvtally import __version__
 from kvtally.cli import main as cli
 from kvtally.cli.render import read_stats, stats_page
-from kvtally.client import Miss, StoreClient
+from kvtally.client import Call, Miss, StoreClient
 from kvtally.core.keys import ROOT_CHAIN, chain_values, token_bytes
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.core.receipts import Half, Role
 from kvtally.errors import IncompatibleError
-from kvtally.wire.messages import PutObject, PutStatus
+from kvtally.link import miss_of
+from kvtally.wire.messages import PutObject, PutStatus, ResetDone
 
 DEADLINE_S = 20.0
 
@@ -347,6 +348,36 @@ class TestReset:
         result = run("reset", "--socket", store, "--namespace", prefix, "--yes")
         assert result.code == 2
         assert NAMESPACE.digest.hex()[:12] in result.err
+
+    def test_a_store_that_is_busy_forgetting_is_waited_for(
+        self, run: Run, store: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A million objects take it some seconds, and nobody is answered meanwhile."""
+        given: list[float | None] = []
+        reset = StoreClient.reset
+
+        def noted(client: StoreClient, digest: bytes = b"", *, timeout_s: float | None = None) -> Call[ResetDone]:
+            given.append(timeout_s)
+            return reset(client, digest, timeout_s=timeout_s)
+
+        monkeypatch.setattr(StoreClient, "reset", noted)
+        assert run("reset", "--socket", store, "--yes").code == 0
+        assert {seconds is not None and seconds >= 30 for seconds in given} == {True}
+        with StoreClient(store, namespace=NAMESPACE) as client:
+            save(client)
+
+    def test_a_refusal_is_told_with_its_own_code_and_remedy(
+        self, run: Run, store: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        error = IncompatibleError("they are still there", remedy="See the tier.", code="KV-600")
+
+        def refused(client: StoreClient, digest: bytes = b"", *, timeout_s: float | None = None) -> Call[ResetDone]:
+            return client._link.answered(miss_of(error))
+
+        monkeypatch.setattr(StoreClient, "reset", refused)
+        result = run("reset", "--socket", store, "--yes")
+        assert result.code == 1
+        assert result.err == "error: the store said no: they are still there [KV-600]\nremedy: See the tier.\n"
 
     def test_no_escape_sequence_of_a_model_reaches_the_terminal(self, run: Run, store: str) -> None:
         rude = msgspec.structs.replace(NAMESPACE, model="tiny\x1b[31m")
