@@ -251,7 +251,7 @@ class Settings:
             elif key == "store.token":
                 value = HIDDEN if given else ""
             elif isinstance(value, tuple):
-                value = " ".join(instance.url for instance in value)
+                value = " ".join(map(str, value))
             rows.append(Shown(key, value, given.origin if given else Origin.DEFAULT, given.where if given else ""))
         return rows
 

@@ -24,6 +24,11 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
         """For people, headers and metrics: host, port and path."""
         return self.url.partition("://")[2]
 
+    def __str__(self) -> str:
+        """As `parse_instance` reads it, with the store that was meant; without a bootstrap server where all have it."""
+        is_usual = self.bootstrap == _bootstrap_beside(_split_url(self.url))
+        return f"{self.url},store={self.store}{'' if is_usual else f',bootstrap={self.bootstrap}'}"
+
 
 def parse_instance(text: str, *, default_store: str) -> Instance:
     """Read `URL[,store=ADDRESS][,bootstrap=URL]`. Raises ValueError that says what is wrong."""
@@ -35,10 +40,14 @@ def parse_instance(text: str, *, default_store: str) -> Instance:
         if name not in ("store", "bootstrap") or not equals or not value or name in given:
             raise ValueError(f"{option!r} is not store=ADDRESS or bootstrap=URL")
         given[name] = value
-    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    bootstrap = given.get("bootstrap", f"http://{host}:{BOOTSTRAP_PORT}")
+    bootstrap = given.get("bootstrap", _bootstrap_beside(parts))
     _split_url(bootstrap)
     return Instance(url=url.rstrip("/"), store=given.get("store", default_store), bootstrap=bootstrap.rstrip("/"))
+
+
+def _bootstrap_beside(parts: SplitResult) -> str:
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"http://{host}:{BOOTSTRAP_PORT}"
 
 
 def _split_url(url: str) -> SplitResult:

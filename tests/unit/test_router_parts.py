@@ -279,6 +279,19 @@ class TestSettings:
             url="http://[::1]:8000", store="s", bootstrap="http://[::1]:8998"
         )
 
+    @pytest.mark.parametrize(
+        ("written", "shown"),
+        [
+            ("http://a:1/", "http://a:1,store=/s.sock"),
+            ("http://a:1/x,store=tcp://b:7400", "http://a:1/x,store=tcp://b:7400"),
+            ("https://[::1]:5,bootstrap=http://c:9", "https://[::1]:5,store=/s.sock,bootstrap=http://c:9"),
+        ],
+    )
+    def test_an_instance_is_shown_with_the_store_it_is_read_from(self, written: str, shown: str) -> None:
+        given = load(flags={"router.decode": written, "store.socket": "/s.sock"}, environ={})
+        assert {row.key: row.value for row in given.shown()}["router.decode"] == shown
+        assert parse_instance(shown, default_store="other") == parse_instance(written, default_store="/s.sock")
+
     def test_the_token_is_not_shown(self) -> None:
         assert "secret" not in repr(RouterConfig(token="a secret of enough length"))
 
