@@ -260,7 +260,7 @@ def _refuse_ours(section: str, given: Mapping[str, object]) -> None:
 def _model(text: str, base: Path) -> str:
     """A directory by its absolute path; any other name is the model hub's."""
     local = base / os.path.expanduser(text)
-    return str(local.absolute()) if text.startswith((".", "~", "/")) or local.is_dir() else text
+    return str(local.absolute()) if text.startswith((".", "~", "/")) or os.path.isdir(local) else text
 
 
 def _path(text: str, base: Path) -> str:

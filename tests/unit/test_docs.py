@@ -111,6 +111,14 @@ def test_a_source_distribution_has_what_its_makefile_runs_and_its_readme_links_t
     assert {name.split("/")[0] for name in needed if name} - set(roots) == set()
 
 
+def test_what_an_example_writes_beside_itself_is_nobodys_source() -> None:
+    """Gigabytes that a commit or a source distribution would take along."""
+    ignored = text_of(".gitignore").splitlines()
+    for path in (ROOT / "examples").glob("*.yaml"):
+        for disk in re.findall(r"^  disk: ([\w-]+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+            assert f"/examples/{disk}/" in ignored
+
+
 def test_readme_is_short_and_has_a_place_for_figures() -> None:
     text = text_of("README.md")
     assert len(text.splitlines()) <= 220

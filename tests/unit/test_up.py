@@ -381,6 +381,7 @@ def test_a_port_in_use_is_named(ready: Deployment, role: Role) -> None:
         ("/no/such", {}, "there is no model in /no/such"),
         ("./gone", {}, "there is no model in .*/gone"),
         ("/" + "x" * 300, {}, "there is no model in /xxx"),  # nor may it be looked at
+        ("x" * 300 + "/a/b", {}, "neither a directory here nor"),
         ("some/where/else", {}, "neither a directory here nor"),
         ("owner/name", {"HF_HUB_OFFLINE": "1", "HF_HOME": "/nowhere"}, "owner/name is not in /nowhere/hub"),
     ],
