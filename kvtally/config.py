@@ -16,10 +16,9 @@ import re
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-import yaml
 
 from kvtally.errors import ConfigError
 from kvtally.instances import Instance, parse_instance
@@ -33,6 +32,7 @@ from kvtally.machine import (
 from kvtally.settings import FLAVOURS, SECTIONS, SETTINGS, SHORTEST_TOKEN
 from kvtally.units import human_size, is_loopback, parse_size, split_address
 from kvtally.wire.limits import KIB, MIB
+from kvtally.yaml_file import read_text, read_yaml
 
 SMALLEST_BYTES = 16 * MIB  # of an arena or a disk tier: below that not one object of a large model fits
 SMALLEST_READ_BYTES_S = 64 * KIB
@@ -134,10 +134,12 @@ def load(
     extra: Mapping[str, object] | None = None,
     environ: Mapping[str, str] | None = None,
     place: str = "",
+    is_for_here: bool = True,
 ) -> Settings:
     """Collect what file, environment, an engine's `kv_connector_extra_config` (`extra`) and flags give.
 
-    `flags` go by key (`store.memory`); None means not given. `place` is where `extra` and `flags` really stand.
+    `flags` go by key (`store.memory`); None means not given. `place` is where `extra` and `flags` really stand. Unless
+    the settings are for here, nobody asks what this machine has: memory, room on disk, files.
     """
     environ = os.environ if environ is None else environ
     given: dict[str, Given] = {}
@@ -153,7 +155,7 @@ def load(
         if raw is not None:
             flag = SETTINGS[key].flag.replace("--", "--no-" if raw is False else "--", 1)
             given[key] = Given(raw, Origin.FLAG, place or flag, CURRENT)
-    return Settings(given, environ, path)
+    return Settings(given, environ, path, is_for_here)
 
 
 class Settings:
@@ -162,9 +164,12 @@ class Settings:
     A reader runs only when its value is asked for: `kvtally stat` finds its socket where the rest would not work.
     """
 
-    def __init__(self, given: Mapping[str, Given], environ: Mapping[str, str], file: Path | None) -> None:
+    def __init__(
+        self, given: Mapping[str, Given], environ: Mapping[str, str], file: Path | None, is_for_here: bool
+    ) -> None:
         self._given = given
         self._environ = environ
+        self._is_for_here = is_for_here
         self.file = file
 
     def store(self) -> StoreConfig:
@@ -261,7 +266,7 @@ class Settings:
         if given is None:
             return max(limit_bytes // 4 // MIB * MIB, SMALLEST_BYTES)
         size_bytes = _size("store.memory", given)
-        if size_bytes > limit_bytes:
+        if self._is_for_here and size_bytes > limit_bytes:
             raise _unusable(
                 f"{_told('store.memory', given)} is more than the {human_size(limit_bytes)} of memory here",
                 f"Leave the engines their share: a quarter, --memory {human_size(limit_bytes // 4)}, is the default.",
@@ -277,6 +282,8 @@ class Settings:
                     "Name the directory: --disk DIR.",
                 )
             return 0
+        if not self._is_for_here:
+            return _size("store.disk_size", given) if given else 0
         directory = Path(disk)
         try:
             total_bytes = disk_total_bytes(directory)
@@ -311,7 +318,9 @@ class Settings:
             if not token:
                 return ""
         elif path := self._readable_path("store.token_file"):
-            token = _read_text(Path(path), "the token file").strip()
+            if not self._is_for_here:
+                return HIDDEN
+            token = read_text(Path(path), "the token file").strip()
         else:
             return ""
         if len(token) < SHORTEST_TOKEN:
@@ -387,7 +396,7 @@ class Settings:
 
     def _readable_path(self, key: str) -> str:
         path = self._path(key)
-        if path and not (os.path.isfile(path) and os.access(path, os.R_OK)):
+        if path and self._is_for_here and not (os.path.isfile(path) and os.access(path, os.R_OK)):
             raise _wrong(
                 f"{_told(key, self._given[key])} is not a file that can be read",
                 "Check the path, its owner and its mode.",
@@ -458,34 +467,6 @@ def _from_file(path: Path) -> dict[str, Given]:
     return given
 
 
-def read_yaml(path: Path, remedy: str) -> object:
-    """What stands in a YAML file: a tree, and an end to it. Raises ConfigError."""
-    text = _read_text(path, "the configuration file")
-    try:
-        loader = _Loader(text)
-        loader.deep_construct = True  # refuses an alias to what it stands in: a tree without end
-        tree: object = loader.get_single_data()
-    except RecursionError as error:
-        raise ConfigError(f"{path} is nested too deeply", remedy=remedy, code="KV-105") from error
-    # The others are what PyYAML lets through: of a date that does not exist, or of a value that its tag does not fit.
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
-        place = " ".join(str(error).split())
-        raise ConfigError(f"{path} is not YAML: {place}", remedy=remedy, code="KV-105") from error
-    return tree
-
-
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml is untyped
-    """Refuses a name that stands twice in one mapping. PyYAML would forget the first, a whole section perhaps."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        names: set[str] = set()
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if (name := str(key.value)) in names:
-                raise yaml.constructor.ConstructorError(None, None, f"a second {name!r}", key.start_mark)
-            names.add(name)
-        return super().construct_mapping(node, deep)
-
-
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     """Variables with a double underscore only: an orchestrator may set others (KVTALLY_PORT for a service so named)."""
     by_variable = {setting.variable: key for key, setting in SETTINGS.items()}
@@ -508,16 +489,6 @@ def _mapping(tree: object, what: str) -> dict[str, object]:
             code="KV-105",
         )
     return {str(key): value for key, value in tree.items()}
-
-
-def _read_text(path: Path, what: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(
-            f"{what} {path} cannot be read: {reason}", remedy="Check the path, its owner and its mode.", code="KV-105"
-        ) from error
 
 
 def _names(section: str) -> list[str]:

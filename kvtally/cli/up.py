@@ -31,7 +31,7 @@ def up(
     from kvtally.up.machine import check, this_host
     from kvtally.up.plan import plan
 
-    deployment = read(file, os.environ)
+    deployment = read(file, os.environ, is_for_here=not (as_json or only_print))
     processes = plan(deployment, this_host(os.environ))
     if as_json:
         _print_json(processes)

@@ -19,10 +19,11 @@ from typing import Annotated
 
 import msgspec
 
-from kvtally.config import Settings, load, read_yaml, unknown
+from kvtally.config import Settings, load, unknown
 from kvtally.errors import ConfigError
 from kvtally.settings import SETTINGS
 from kvtally.units import split_address
+from kvtally.yaml_file import read_yaml
 
 EXAMPLE = "See examples/pd.yaml for the form."
 MOST_INSTANCES = 64
@@ -103,12 +104,12 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: float
 
 
-def read(path: Path, environ: Mapping[str, str]) -> Deployment:
-    """The deployment that a file describes. Raises ConfigError."""
-    return parse(read_yaml(path, EXAMPLE), path.absolute(), environ)
+def read(path: Path, environ: Mapping[str, str], *, is_for_here: bool = True) -> Deployment:
+    """The deployment that a file describes, for this machine or for another. Raises ConfigError."""
+    return parse(read_yaml(path, EXAMPLE), path.absolute(), environ, is_for_here=is_for_here)
 
 
-def parse(tree: object, path: Path, environ: Mapping[str, str]) -> Deployment:
+def parse(tree: object, path: Path, environ: Mapping[str, str], *, is_for_here: bool = True) -> Deployment:
     """`read`, of what stands in the file at this path."""
     document = _document(tree, path)
     pools = _pools(document)
@@ -119,7 +120,8 @@ def parse(tree: object, path: Path, environ: Mapping[str, str]) -> Deployment:
     router = _settings("router", _with_listen(document.router), path)
     _refuse_ours("connector", document.connector)
     load(extra=document.connector, environ=environ, place=str(path)).connector()  # for its checks
-    settings = load(flags=_keyed(store, router, pools), environ=environ, place=str(path))
+    flags = _keyed(store, router, pools)
+    settings = load(flags=flags, environ=environ, place=str(path), is_for_here=is_for_here)
     if not runs_elsewhere:
         settings.store()
     return Deployment(

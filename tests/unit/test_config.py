@@ -217,6 +217,11 @@ class TestRefusals:
         error = refusal(text)
         assert (error.code, "a second '" in error.message, "line" in error.message) == ("KV-105", True, True)
 
+    @pytest.mark.parametrize("escape", ["\\0", "\\ud800"])
+    def test_text_that_no_system_takes(self, escape: str) -> None:
+        error = refusal(f'store: {{socket: "/a/{escape}.sock"}}')
+        assert (error.code, "no system takes" in error.message) == ("KV-105", True)
+
     def test_what_an_anchor_gives_may_be_said_again(self) -> None:
         assert store("store: {<<: {memory: 32MiB, verify_reads: false}, memory: 48MiB}").memory_bytes == 48 * MIB
 

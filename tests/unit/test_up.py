@@ -466,6 +466,25 @@ def test_print_shows_the_commands(
     assert "vllm.entrypoints.openai.api_server" in lines[3]
 
 
+def test_what_is_printed_for_another_machine_need_not_be_here(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither its memory, nor its disk, nor its files."""
+    store = {"memory": "900TiB", "disk": "/var/lib/kvtally", "disk_size": "9000TiB", "tcp": "10.0.0.5:7400"}
+    files = {"token_file": "/etc/no/such", "tls_cert": "/etc/no/cert", "tls_key": "/etc/no/key"}
+    tree = {**PD, "store": {**store, **files}, "router": {"store_ca": "/etc/no/ca"}}
+    (run / "up.yaml").write_text(json.dumps(tree))
+    for flag in ("--print", "--json"):
+        assert call(monkeypatch, "up", "up.yaml", flag) == 0
+        out = capsys.readouterr().out
+        assert "900TiB" in out
+        assert "/etc/no/such" in out
+    assert call(monkeypatch, "up", "up.yaml") == 2
+    assert "900TiB" in capsys.readouterr().err
+    (run / "up.yaml").write_text(json.dumps({**tree, "store": {"memory": "a lot"}}))
+    assert call(monkeypatch, "up", "up.yaml", "--print") == 2
+
+
 def test_json_is_the_plan(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, "up", "up.yaml", "--json") == 0
     processes = json.loads(capsys.readouterr().out)["processes"]
