@@ -6,7 +6,7 @@
 Each answer is compared with what decode's engine says when it reuses nothing, by the same arithmetic (its own
 continuation where a prompt was handed over, see `testing.deployment`). A step that does not prove what it should makes
 the exit code 1. Nothing outlives it: `kvtally up` ends with this process, and everything lies in one temporary
-directory. Threading: none.
+directory; only the logs of a demo that failed are kept. Threading: none.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -33,7 +34,7 @@ from kvtally.bench.command import leaving, place
 from kvtally.cli.render import read_stats
 from kvtally.client import Miss
 from kvtally.core.receipts import Verdict
-from kvtally.errors import ConfigError
+from kvtally.errors import ConfigError, TransportError
 from kvtally.testing.deployment import Answer, Deployment
 from kvtally.testing.models import GDN, tiny_models
 
@@ -83,10 +84,15 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(stderr=options.json)
     console.print(INTRODUCTION, highlight=False)
     begun = time.monotonic()
-    with leaving(), tempfile.TemporaryDirectory(prefix="kvtally-demo-", dir=place()) as directory:
-        rows = _show(Path(directory), console)
+    with leaving(), tempfile.TemporaryDirectory(prefix="kvtally-demo-", dir=place()) as name:
+        directory = Path(name)
+        try:
+            rows = _show(directory, console)
+        except TransportError as error:
+            raise TransportError(error.message, remedy=_kept_logs(directory), code=error.code) from error
+        is_proved = bool(rows) and all(row.proved for row in rows)
+        kept = "" if is_proved else _kept_logs(directory)
     seconds = time.monotonic() - begun
-    is_proved = bool(rows) and all(row.proved for row in rows)
     if options.json:
         tree = {"proved": is_proved, "seconds": round(seconds, 1), "steps": rows}
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(tree), indent=2).decode() + "\n")
@@ -96,7 +102,17 @@ def main(arguments: Sequence[str]) -> int:
         for paragraph in SUMMARY if is_proved else ("Not every step proved what it should.",):
             console.print(Text(paragraph), highlight=False)
         console.print(f"[dim]{seconds:.0f} s[/dim]")
+    if kept:
+        console.print(kept, highlight=False, soft_wrap=True)
     return 0 if is_proved else 1
+
+
+def _kept_logs(directory: Path) -> str:
+    """Take the logs out of the directory that goes away, and say where they are."""
+    kept = tempfile.mkdtemp(prefix="kvtally-demo-logs-")
+    for log in directory.rglob("*.log*"):
+        shutil.copy(log, kept)
+    return f"The logs are kept in {kept}."
 
 
 def _show(directory: Path, console: Console) -> list[Row]:

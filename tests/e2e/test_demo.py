@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtally.cli import demo as servers
 from kvtally.cli import demo_store as demo
+from kvtally.errors import TransportError
 
 pytestmark = pytest.mark.slow
 
@@ -151,3 +153,42 @@ def test_a_narrow_terminal_gets_all_of_it(monkeypatch: pytest.MonkeyPatch, capsy
         told = " ".join(capsys.readouterr().out.split())
         for words in ("A is killed", "1,536", "300", "memory,", "disk", "equal", "nothing is lost"):
             assert words in told
+
+
+@pytest.mark.usefixtures("handlers")
+def test_the_logs_of_real_servers_that_failed_are_kept(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(servers, "find_spec", lambda name: name)
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    row = servers.Row(
+        step="a",
+        verdict="missing",
+        reused_tokens=0,
+        computed_tokens=9,
+        source="none",
+        answer_equal=True,
+        seconds=1.0,
+        proves="b",
+        proved=False,
+    )
+
+    def show(place: Path, console: object) -> list[servers.Row]:
+        (place / "logs").mkdir()
+        (place / "up.log").write_text("decode-0 died")
+        (place / "logs" / "decode-0.log").write_text("out of memory")
+        if rows:
+            return rows
+        raise TransportError("kvtally up ended", remedy="The logs lie there.")
+
+    rows: list[servers.Row] = []
+    monkeypatch.setattr(servers, "_show", show)
+    with pytest.raises(TransportError, match="kvtally up ended") as failed:
+        servers.main([])
+    rows = [row]
+    assert servers.main([]) == 1
+    kept = sorted(directory.iterdir())
+    assert [sorted(path.name for path in place.iterdir()) for place in kept] == [["decode-0.log", "up.log"]] * 2
+    assert any(str(place) in failed.value.remedy for place in kept)
+    told = "".join(capsys.readouterr().out.split())
+    assert {place.name in told + failed.value.remedy for place in kept} == {True}

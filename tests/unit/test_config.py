@@ -342,7 +342,10 @@ class TestDisk:
         assert machine.disk_usable_bytes(tmp_path / "d") == 100 * MIB
         held.parent.mkdir(parents=True)
         held.write_bytes(os.urandom(4 * MIB))
-        assert machine.disk_usable_bytes(tmp_path / "d") == 100 * MIB + held.stat().st_blocks * 512
+        held_bytes = held.stat().st_blocks * 512
+        assert machine.disk_usable_bytes(tmp_path / "d") == 100 * MIB + held_bytes
+        monkeypatch.setattr(os, "walk", lambda path: [(str(held.parent), [], ["data", "replaced-by-a-store"])])
+        assert machine.disk_usable_bytes(tmp_path / "d") == 100 * MIB + held_bytes
 
 
 class _FileSystem:
