@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -88,8 +89,9 @@ def main(arguments: Sequence[str]) -> int:
         directory = Path(name)
         try:
             rows = _show(directory, console)
-        except TransportError as error:
-            raise TransportError(error.message, remedy=_kept_logs(directory), code=error.code) from error
+        except (TransportError, OSError, HTTPException) as error:
+            what = error.message if isinstance(error, TransportError) else f"the demo broke off: {error!r}"
+            raise TransportError(what, remedy=_kept_logs(directory)) from error
         is_proved = bool(rows) and all(row.proved for row in rows)
         kept = "" if is_proved else _kept_logs(directory)
     seconds = time.monotonic() - begun
