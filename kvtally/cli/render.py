@@ -176,8 +176,8 @@ def _headline(now: Stats) -> Text:
 
 
 def _tier_table(now: Stats) -> Table:
-    head = ("tier", "state", ">used", ">of", ">full", ">objects", ">evicted", ">read", ">written", ">to do", ">dropped")
-    table = empty_table("tiers", *head)
+    counts = (">objects", ">evicted", ">read", ">written", ">postponed", ">dropped")
+    table = empty_table("tiers", "tier", "state", ">used", ">of", ">full", *counts)
     table.collapse_padding = True  # so that it fits 80 columns
     arena = Tier(
         name="arena",
@@ -229,7 +229,7 @@ def _troubles(now: Stats) -> dict[str, int]:
     troubles = {f"quarantined: {reason}": count for reason, count in now.quarantined.count.items()}
     for tier in now.tiers:
         troubles |= {f"{tier.name} failed: {code}": count for code, count in tier.errors.items()}
-    troubles["bytes that wait for a writer's end"] = now.arena.limbo_bytes
+    troubles["bytes in limbo, for want of their writer's end"] = now.arena.limbo_bytes
     return {name: count for name, count in troubles.items() if count}
 
 

@@ -422,6 +422,17 @@ class TestPage:
         assert "disk failed: KV-602" in text
         assert "cut short: absent" in text
 
+    def test_what_failure_drills_tell_to_look_for_is_there_by_that_name(self) -> None:
+        drills = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+        drills = drills.split("## Failure drills")[1].split("\n## ")[0]
+        tier = {"name": "disk", "state": "not-writing", "postponed": 7, "dropped": 3, "errors": {"KV-601": 2}}
+        arena = {"limbo_bytes": 4096}
+        text = page({"store": "a", "arena": arena, "tiers": [tier], "quarantined": {"count": {"disk": 1}}})
+        in_tiers, elsewhere = ("not-writing", "KV-601", "dropped", "postponed"), ("limbo", "expired", "aborted")
+        for word in (*in_tiers, *elsewhere, "quarantined: disk"):
+            assert f"`{word}`" in drills
+            assert word in text
+
     def test_what_it_does_not_know_is_left_out_and_what_is_missing_is_zero(self) -> None:
         assert "arena" in page({"store": "a", "later": {"x": 1}})
 
