@@ -7,6 +7,7 @@ needs beyond the settings is imported inside the command, so that `kvtally --hel
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -40,6 +41,8 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 
 def main() -> None:
     """Entry point: run the command; an error becomes one clear line and its remedy on stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that has no ✔ is no reason to end
     try:
         app()
     except KVTallyError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -271,6 +272,12 @@ class TestStat:
         assert NAMESPACE.digest.hex()[:12] in result.out
         assert "engine?[31m" in result.out
         assert "\x1b[31m" not in result.out
+
+    def test_a_terminal_without_our_characters(self, run: Run, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        screen = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, encoding="ascii", write_through=True))
+        assert run("stat", "--socket", store).code == 0
+        assert b"reads verified" in screen.getvalue()
 
     def test_the_socket_may_come_from_the_environment(
         self, run: Run, store: str, monkeypatch: pytest.MonkeyPatch
