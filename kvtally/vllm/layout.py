@@ -15,11 +15,13 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    KVCacheTensor,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
+    iter_layer_specs,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -57,8 +59,15 @@ def engine_layout(config: VllmConfig, cache: KVCacheConfig, *, model: str) -> En
         raise refusal("pipeline parallelism: one scheduler cannot see every stage's layers", "Use tensor parallelism.")
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise refusal("context parallelism splits blocks over ranks", "Set the context-parallel sizes to 1.")
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise refusal(
+            "with an external launcher each rank schedules by itself, and loads end on one before they do on another",
+            "Let vLLM launch its workers.",
+        )
     if config.speculative_config is not None:
         raise refusal("speculative decoding changes what a block holds", "Run without a draft model.")
+    if config.model_config.is_diffusion:
+        raise refusal("a diffusion model's last blocks hold drafts of their tokens", "Run this model without kvtally.")
     layout = KVCacheLayout[cache.kv_cache_layout] if cache.kv_cache_layout else None
     if layout is None or not layout.is_block_compact:
         raise refusal(f"KV-cache layout {cache.kv_cache_layout} spreads a block", "Set VLLM_KV_CACHE_LAYOUT=LBHNC.")
@@ -131,14 +140,36 @@ def _group(cache: KVCacheConfig, group_id: int) -> GroupSpec:
     kind = _kind(per_layer[0])
     if any(_kind(other) is not kind for other in per_layer):
         raise refusal(f"group {group_id} mixes kinds of attention", "Report this model.")
+    if any(getattr(layer, "non_causal", False) for layer in per_layer):
+        raise refusal("its prompts' first tokens see their last", "Run this model without kvtally.")
     window = per_layer[0].sliding_window if isinstance(per_layer[0], SlidingWindowSpec) else 0
     return GroupSpec(
         kind=kind,
         block_tokens=spec.block_size,
-        page_bytes=(tuple(int(layer.real_page_size_bytes) for layer in per_layer),),
+        page_bytes=(_page_bytes(cache, group.layer_names, per_layer),),
         window_tokens=window,
-        detail=_detail(per_layer[0]),
+        detail=_detail(next(iter(iter_layer_specs(spec)))),
     )
+
+
+def _page_bytes(cache: KVCacheConfig, names: list[str], per_layer: list[KVCacheSpec]) -> tuple[int, ...]:
+    """What of each layer is moved of a block.
+
+    Layers of one shape lie in one tensor. Of a group that has several shapes (an indexer beside its MLA, other heads in
+    some layers) vLLM tells its scheduler one: there pages are as long as their places, which the workers know as well.
+    """
+    places = [_place(cache, name) for name in names]
+    if len({id(place) for place in places}) == 1:
+        return tuple(int(layer.real_page_size_bytes) for layer in per_layer)
+    is_block_outermost = KVCacheLayout[cache.kv_cache_layout or ""].is_block_outermost
+    return tuple(place.layer_stride if is_block_outermost else place.block_stride for place in places)
+
+
+def _place(cache: KVCacheConfig, name: str) -> KVCacheTensor:
+    for tensor in cache.kv_cache_tensors:
+        if name in tensor.layers:
+            return tensor
+    raise refusal(f"layer {name} has no memory of its own", "Report this model.")
 
 
 def _layer_spec(spec: KVCacheSpec, name: str) -> KVCacheSpec:
@@ -194,8 +225,8 @@ def group_layouts(layout: EngineLayout, cache: KVCacheConfig, tensors: dict[str,
 
 
 def _layer_view(cache: KVCacheConfig, name: str, page_bytes: int, tensors: dict[str, torch.Tensor]) -> LayerView:
-    placed = next((tensor for tensor in cache.kv_cache_tensors if name in tensor.layers), None)
-    if placed is None or name not in tensors:
+    placed = _place(cache, name)
+    if name not in tensors:
         raise refusal(f"layer {name} has no memory of its own", "Report this model.")
     offset = placed.offset + placed.layers.index(name) * placed.layer_stride
     tensor = tensors[name]

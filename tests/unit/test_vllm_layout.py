@@ -1,0 +1,140 @@
+"""How an engine is described, from vLLM's own configuration classes: both halves alike, and what is refused.
+
+Everything here needs vLLM; no engine is started.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtally.core.geometry import validate
+from kvtally.errors import IncompatibleError
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+BLOCK = 16
+
+
+def engine(**changes: Any) -> Any:
+    """vLLM's configuration, as far as it is looked at. Changes are named by section and field, with two underscores."""
+    plain: dict[str, dict[str, Any]] = {
+        "parallel_config": {
+            "pipeline_parallel_size": 1,
+            "tensor_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+            "distributed_executor_backend": "mp",
+            "world_size": 1,
+        },
+        "model_config": {
+            "quantization": None,
+            "dtype": "float32",
+            "hf_overrides": {},
+            "hf_config_path": None,
+            "hf_config": SimpleNamespace(to_dict=dict),
+            "is_diffusion": False,
+            "multimodal_config": None,
+        },
+        "cache_config": {
+            "cache_dtype": "auto",
+            "num_gpu_blocks_override": None,
+            "prefix_cache_retention_interval": 0,
+        },
+        "attention_config": {"backend": None, "hisparse_config": None},
+        "device_config": {"device_type": "cuda"},
+    }
+    for name, value in changes.items():
+        section, field = name.split("__")
+        plain[section][field] = value
+    sections = {name: SimpleNamespace(**fields) for name, fields in plain.items()}
+    return SimpleNamespace(**sections, speculative_config=None)
+
+
+def configs(specs: dict[str, Any], layout: str = "LBHNC") -> tuple[Any, Any]:
+    """What vLLM tells a worker and what it tells the scheduler, of a model whose layers are one group."""
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    described = engine(cache_config__get_resolved_kv_cache_layout=lambda: KVCacheLayout[layout])
+    together = UniformTypeKVCacheSpecs.from_specs(specs)
+    assert together is not None
+    groups = [KVCacheGroupSpec(list(specs), together)]
+    worker = kv_cache_utils.get_kv_cache_config_from_groups(described, groups, 1 << 22)
+    worker.kv_cache_layout = layout
+    worker.cache_hit_alignment_tokens = worker.hash_block_size = BLOCK
+    return worker, kv_cache_utils.generate_scheduler_kv_cache_config([worker])
+
+
+def full(heads: int = 2, **changes: Any) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    plain: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": heads, "head_size": 8, "dtype": torch.float32}
+    return FullAttentionSpec(**plain | changes)
+
+
+def described(config: Any, cache: Any) -> Any:
+    from kvtally.vllm.layout import engine_layout
+
+    return engine_layout(config, cache, model="m")
+
+
+# ---- both halves
+
+
+def test_a_group_of_one_shape_is_described_by_its_pages() -> None:
+    worker, scheduler = configs({"first": full(page_size_padded=4096), "second": full(page_size_padded=4096)})
+    layout = described(engine(), worker)
+    assert layout.groups[0].page_bytes == ((2048, 2048),)  # unpadded
+    assert described(engine(), scheduler) == layout
+
+
+@pytest.mark.parametrize("arrangement", ["LBHNC", "BLHNC"])
+def test_both_halves_describe_a_group_of_several_shapes_alike(arrangement: str) -> None:
+    """Else workers save under a name that the scheduler never asks for."""
+    import torch
+
+    from kvtally.vllm.layout import group_layouts
+
+    specs = {"first": full(2), "second": full(4), "third": full(2), "last": full(1, page_size_padded=1280)}
+    worker, scheduler = configs(specs, arrangement)
+    layout = described(engine(), worker)
+    assert layout.groups[0].page_bytes == ((2048, 4096, 2048, 1280),)
+    assert described(engine(), scheduler) == layout
+    memory = torch.zeros(worker.kv_cache_tensors[0].size, dtype=torch.int8)
+    places = {name: tensor for tensor in worker.kv_cache_tensors for name in tensor.layers}
+    starts = {name: places[name].offset + places[name].layers.index(name) * places[name].layer_stride for name in specs}
+    layouts = group_layouts(layout, worker, {name: memory[start:] for name, start in starts.items()})
+    validate(layout.namespace, {0: layouts})
+
+
+# ---- what is refused
+
+
+def refused(config: Any, **changes: Any) -> IncompatibleError:
+    worker, _ = configs({"first": full(), "second": full(**changes)})
+    with pytest.raises(IncompatibleError) as refused:
+        described(config, worker)
+    assert refused.value.code == "KV-209"
+    assert "on_unsupported" in refused.value.remedy
+    return refused.value
+
+
+def test_what_sees_the_end_of_a_prompt_is_not_the_same_with_another_end() -> None:
+    assert "see their last" in str(refused(engine(), non_causal=True))
+
+
+def test_drafts_are_not_what_their_tokens_say() -> None:
+    assert "diffusion" in str(refused(engine(model_config__is_diffusion=True)))
+
+
+def test_ranks_that_schedule_by_themselves_would_part() -> None:
+    """Each has an engine of its own, which hears of its own loads only: one would go on before the others."""
+    launched = {"parallel_config__distributed_executor_backend": "external_launcher"}
+    assert "launcher" in str(refused(engine(parallel_config__world_size=2, **launched)))
+    worker, _ = configs({"first": full()})
+    assert described(engine(**launched), worker).namespace.ranks == 1
