@@ -33,7 +33,7 @@ from kvtally.vllm.compat import require_supported
 from kvtally.vllm.events import SaveEvents
 from kvtally.vllm.identity import model_identity
 from kvtally.vllm.inquiry import Inquiries
-from kvtally.vllm.layout import EngineLayout, engine_layout, group_layouts
+from kvtally.vllm.layout import EngineLayout, engine_layout, group_layouts, names_images
 from kvtally.vllm.meta import Metadata, WorkerReport
 from kvtally.vllm.retention import advice
 from kvtally.vllm.scheduler import SchedulerHalf
@@ -148,6 +148,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
             saves=transfer.is_kv_producer,
             prefetch=settings.prefetch,
             always_load=settings.always_load,
+            names_images=names_images(config),
             events=events,
         )
         groups = ", ".join(f"{spec.kind}×{len(spec.page_bytes[0])}/{spec.block_tokens}" for spec in layout.groups)

@@ -29,6 +29,14 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+# What else of a model's folder decides KV: the configuration, by its two names, and how images become pixels.
+CONFIGURATION = (
+    "config.json",
+    "params.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 SAMPLE_BYTES = 64 * 1024
 SAMPLES = 16
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -53,7 +61,8 @@ def model_identity(model: str, revision: str | None) -> str:
     files = sorted(path for path in directory.iterdir() if path.suffix in WEIGHTS and path.is_file())
     if not files:
         raise _unknown(f"no weight files in {directory}")
-    return f"files:{_digest([*files, *sorted(directory.glob('config.json'))])}"
+    told = [directory / name for name in CONFIGURATION if (directory / name).is_file()]
+    return f"files:{_digest([*files, *told])}"
 
 
 def _is_hub_entry(directory: Path) -> bool:

@@ -32,7 +32,7 @@ from kvtally.vllm.identity import is_length_decisive, override_digest
 from kvtally.wire.limits import Limits
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import MultiModalConfig, VllmConfig
 
 FULL = (FullAttentionSpec, MLAAttentionSpec)
 SLIDING = (SlidingWindowSpec, SlidingWindowMLASpec)
@@ -121,10 +121,34 @@ def _model_detail(config: VllmConfig) -> dict[str, str]:
     detail = {"model_dtype": str(model.dtype), "cache_dtype": str(config.cache_config.cache_dtype)}
     if overrides := override_digest(model.hf_overrides, model.hf_config_path):
         detail["overrides"] = overrides
+    if images := override_digest(_image_settings(model.multimodal_config), None):
+        detail["images"] = images
     if is_length_decisive(model.hf_config.to_dict()):
         # "auto" is what fits into memory, known after the model was made: for the longest its configuration allows.
         detail["max_model_len"] = "auto" if model.original_max_model_len == -1 else str(model.max_model_len)
     return detail
+
+
+def _image_settings(multimodal: MultiModalConfig | None) -> dict[str, object]:
+    """How images and the like become embeddings, as far as the engine is told: vLLM names an item by its content and by
+    what its request says, not by this."""
+    told: dict[str, object] = {}
+    if multimodal is not None and multimodal.mm_processor_kwargs:
+        told["processor"] = multimodal.mm_processor_kwargs
+    if multimodal is not None and multimodal.mm_encoder_attn_dtype:
+        told["encoder"] = [multimodal.mm_encoder_attn_dtype, multimodal.mm_encoder_fp8_scale_path]
+    if multimodal is not None and multimodal.video_pruning_rate:
+        told["pruning"] = [multimodal.video_pruning_rate, multimodal.video_pruning_method]
+    return told
+
+
+def names_images(config: VllmConfig) -> bool:
+    """Whether vLLM names images and the like by their content. Where it caches neither them nor prompts it counts them,
+    from 1 on after each start."""
+    multimodal = config.model_config.multimodal_config
+    if multimodal is None or multimodal.mm_processor_cache_gb > 0:
+        return True
+    return bool(config.cache_config.enable_prefix_caching)
 
 
 def _scheduler_block_tokens(groups: tuple[GroupSpec, ...]) -> int:

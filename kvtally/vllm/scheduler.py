@@ -82,7 +82,8 @@ class Held(NamedTuple):
 class SchedulerHalf:
     """See the module docstring. `world_size` ranks must report before a save's blocks are let go.
 
-    `reads` and `saves` are what vLLM's role allows: a producer only saves, a consumer only reads.
+    `reads` and `saves` are what vLLM's role allows: a producer only saves, a consumer only reads. `names_images`:
+    whether what vLLM calls an image says which one it is.
     """
 
     def __init__(
@@ -97,12 +98,14 @@ class SchedulerHalf:
         saves: bool = True,
         prefetch: bool = True,
         always_load: bool = False,
+        names_images: bool = True,
         events: SaveEvents | None = None,
     ) -> None:
         self._layout = layout
         self._inquiries = inquiries
         self._world_size = world_size
         self._saves = saves
+        self._names_images = names_images
         self._manager: KVCacheManager | None = None
         self._pool: BlockPool | None = None
         self._diverging = True
@@ -149,7 +152,9 @@ class SchedulerHalf:
         adapter = self._adapters.adapter(request.lora_request)
         path = Path(self._layout.namespace.chunk_tokens, extras_of(request, adapter.identity))
         handoff = handoff_of(request.kv_transfer_params)
-        is_opaque = request.prompt_embeds is not None or adapter.is_mixed
+        # The parts of a streaming input that are yet to come may have images, too.
+        is_unnamed = not self._names_images and (bool(request.mm_features) or request.resumable)
+        is_opaque = request.prompt_embeds is not None or adapter.is_mixed or is_unnamed
         track = Track(request, path, handoff, is_opaque, prompt_tokens=request.num_prompt_tokens)
         # Where a part of a streaming input ends, vLLM goes back to before a step that may be under way. Keys and values
         # are written anew then; a state has that step in it for good, and everything that is computed from it.

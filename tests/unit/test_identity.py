@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -104,6 +105,16 @@ def test_a_folder_that_only_looks_like_the_hubs_is_known_by_its_weights(tmp_path
     assert first != model_identity(str(bob), None)
     (alice / "model.safetensors").write_bytes(b"C" * 4096)
     assert first != model_identity(str(alice), None)
+
+
+@pytest.mark.parametrize("name", ["config.json", "params.json", "preprocessor_config.json"])
+def test_a_folder_is_known_by_how_its_weights_are_to_be_used(tmp_path: Path, name: str) -> None:
+    folder = weights(tmp_path / "model", b"A")
+    identities = {model_identity(str(folder), None)}
+    for theta in (1e4, 1e6):
+        (folder / name).write_text(json.dumps({"rope_theta": theta}))
+        identities.add(model_identity(str(folder), None))
+    assert len(identities) == 3
 
 
 def test_a_hub_entry_is_known_by_its_commit(tmp_path: Path) -> None:

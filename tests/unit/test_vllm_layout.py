@@ -112,6 +112,52 @@ def test_both_halves_describe_a_group_of_several_shapes_alike(arrangement: str) 
     validate(layout.namespace, {0: layouts})
 
 
+# ---- images
+
+
+def images(**changes: Any) -> Any:
+    from vllm.config import MultiModalConfig
+
+    return MultiModalConfig(**changes)
+
+
+def test_how_an_engine_is_told_to_read_images_is_part_of_its_name() -> None:
+    """vLLM's own names of images hold what requests say, not what the engine was started with."""
+    told = [
+        images(),
+        images(mm_processor_kwargs={"image_mean": [0.0, 0.0, 0.0]}),
+        images(mm_processor_kwargs={"image_mean": [0.5, 0.5, 0.5]}),
+        images(mm_encoder_attn_dtype="fp8"),
+        images(video_pruning_rate=0.5),
+        images(video_pruning_rate=0.5, video_pruning_method="vidcom2"),
+    ]
+    worker, _ = configs({"first": full()})
+    names = [described(engine(model_config__multimodal_config=settings), worker).namespace.digest for settings in told]
+    assert len(set(names)) == len(names)
+    assert names[0] == described(engine(), worker).namespace.digest
+
+
+@pytest.mark.parametrize(
+    ("cache_gb", "prefix_caching", "is_named"), [(4, True, True), (4, False, True), (0, True, True), (0, False, False)]
+)
+def test_images_that_vllm_only_counts_have_no_name(cache_gb: float, prefix_caching: bool, is_named: bool) -> None:
+    from vllm.renderers.base import BaseRenderer
+
+    from kvtally.vllm.layout import names_images
+
+    config = engine(
+        model_config__multimodal_config=images(mm_processor_cache_gb=cache_gb),
+        cache_config__enable_prefix_caching=prefix_caching,
+    )
+    assert names_images(config) is is_named
+    renderer: Any = SimpleNamespace(
+        model_config=config.model_config, config=config, _validate_mm_uuids=lambda *items: None
+    )
+    items: Any = SimpleNamespace(get_all_counts=lambda: {"image": 1})
+    counted = BaseRenderer._process_mm_uuids(renderer, {}, items, {}, "renderer0-mm-1")
+    assert counted == ({} if is_named else {"image": ["renderer0-mm-1-image-0"]})
+
+
 # ---- what is refused
 
 

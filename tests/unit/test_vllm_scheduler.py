@@ -231,6 +231,23 @@ def test_an_adapter_that_was_replaced_is_neither_read_nor_saved(half: Callable[.
     assert replaced.num_prompt_tokens == 200  # nothing is handed over
 
 
+def test_what_has_images_that_are_only_counted_is_neither_read_nor_saved(
+    half: Callable[..., Any], inquiries: Asked
+) -> None:
+    made = half(FULL, names_images=False)
+    image = SimpleNamespace(identifier="renderer0-mm-1-image-0", mm_position=SimpleNamespace(offset=3, length=9))
+    for asked in (request("image", mm_features=[image]), request("later", resumable=True), request("text")):
+        made.on_new_request(asked)
+    assert {name: track.is_opaque for name, track in made._tracks.items()} == {
+        "image": True,
+        "later": True,
+        "text": False,
+    }
+    assert [name for name, track in made._tracks.items() if track.may_save] == ["text"]
+    assert made.matched_tokens(request("image", mm_features=[image]), 0) == (0, False)
+    assert [asked.tokens for asked in inquiries.asked] == []  # the text's turn comes with the next step
+
+
 # ---- the configuration's name
 
 
