@@ -38,7 +38,7 @@ from kvtally.vllm.meta import Metadata, WorkerReport
 from kvtally.vllm.retention import advice
 from kvtally.vllm.scheduler import SchedulerHalf
 from kvtally.vllm.stats import ConnectorStats, PrometheusMetrics, results_tally, stats_of
-from kvtally.vllm.worker import Results, WorkerHalf
+from kvtally.vllm.worker import Results, WorkerHalf, refused
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -105,19 +105,24 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         # A load that fails must be computed again; vLLM's own default would fail the request.
         transfer.kv_load_failure_policy = "recompute"
         settings = load(extra=transfer.kv_connector_extra_config).connector()
+        self._serves_anyway = settings.on_unsupported == "serve"
         try:
             require_supported(allow_untested=settings.allow_untested)
             identity = settings.model_identity or self._identity(vllm_config)
             layout = engine_layout(vllm_config, kv_cache_config, model=identity)
         except IncompatibleError as error:
-            if settings.on_unsupported == "refuse":
-                raise
-            log.warning("kvtally serves without reuse: %s", error)
+            self._give_up(error)
             return
         if role is KVConnectorRole.SCHEDULER:
             self._start_scheduler(vllm_config, layout, settings)
         else:
             self._start_worker(vllm_config, layout, settings)
+
+    def _give_up(self, error: IncompatibleError) -> None:
+        """This engine cannot be served: it does not start or, if told so, serves without reuse."""
+        if not self._serves_anyway:
+            raise error
+        log.warning("kvtally serves without reuse: %s", error)
 
     @staticmethod
     def _identity(config: VllmConfig) -> str:
@@ -247,6 +252,13 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         """At start: a layout that is not what vLLM's configuration says is refused."""
         if self._worker is None or not kv_caches:
             return
+        try:
+            self._register(self._worker, kv_caches)
+        except IncompatibleError as error:
+            self._give_up(error)
+            self._worker = None
+
+    def _register(self, worker: WorkerHalf, kv_caches: dict[str, torch.Tensor]) -> None:
         layouts = group_layouts(self._layout, self._kv_cache_config, kv_caches)
         tensor = next(iter(kv_caches.values()))
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -257,9 +269,9 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
             sizes = [namespace.object_bytes(group, 0, namespace.chunk_tokens) for group in range(len(layouts))]
             copies = CudaCopies(memory.device, largest_bytes=max(sizes))
             copies.prepare([layout.grain_bytes for layout in layouts])
-            self._worker.register(layouts, memory, copies)
+            worker.register(layouts, memory, copies)
         else:
-            self._worker.register(layouts, memory.numpy(), cpu)
+            worker.register(layouts, memory.numpy(), cpu)
 
     @edge(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -295,18 +307,18 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
 
     @edge(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        if self._worker is None:
-            return KVConnectorTransferResults()
         metadata = self._connector_metadata
-        is_idle = isinstance(metadata, Metadata) and metadata.is_idle
-        self._results = self._worker.collect(IDLE_WAIT_S if is_idle else 0.0)
+        if not isinstance(metadata, Metadata):
+            metadata = Metadata()
+        if self._worker is None:
+            self._results = refused(metadata)
+        else:
+            self._results = self._worker.collect(IDLE_WAIT_S if metadata.is_idle else 0.0)
         return KVConnectorTransferResults(finished_recving=self._results.finished, failed_recving=self._results.failed)
 
     @edge(lambda: None)
     def build_connector_worker_meta(self) -> WorkerReport | None:
         news = self._results
-        if self._worker is None:
-            return None
         return WorkerReport(news.saved, news.saved_bytes, news.loads, news.stored, news.lost)
 
     # ---- seen by the user

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 FULL = (FullAttentionSpec, MLAAttentionSpec)
 SLIDING = (SlidingWindowSpec, SlidingWindowMLASpec)
+DEVICES = ("cuda", "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ def engine_layout(config: VllmConfig, cache: KVCacheConfig, *, model: str) -> En
         raise refusal("speculative decoding changes what a block holds", "Run without a draft model.")
     if config.model_config.is_diffusion:
         raise refusal("a diffusion model's last blocks hold drafts of their tokens", "Run this model without kvtally.")
+    if config.device_config.device_type not in DEVICES:
+        raise refusal(f"it runs on {config.device_config.device_type}", "Run on NVIDIA's GPUs, or on CPUs.")
     layout = KVCacheLayout[cache.kv_cache_layout] if cache.kv_cache_layout else None
     if layout is None or not layout.is_block_compact:
         raise refusal(f"KV-cache layout {cache.kv_cache_layout} spreads a block", "Set VLLM_KV_CACHE_LAYOUT=LBHNC.")

@@ -31,7 +31,7 @@ from kvtally.core.geometry import GroupLayout, chunk_block_range, needed_blocks,
 from kvtally.core.turns import Turns
 from kvtally.device import Checksums, Device, Move, Steps, cpu
 from kvtally.vllm.layout import EngineLayout
-from kvtally.vllm.meta import LoadJob, LoadReport, SaveItem, SaveJob
+from kvtally.vllm.meta import LoadJob, LoadReport, Metadata, SaveItem, SaveJob
 from kvtally.wire.messages import MissReason, PutObject, PutStatus
 
 log = logging.getLogger("kvtally.vllm")
@@ -63,6 +63,19 @@ class Results:
     loads: dict[str, LoadReport] = field(default_factory=dict)
     stored: dict[int, int] = field(default_factory=dict)  # as `saved`: those of which nothing is missing in the store
     lost: dict[int, str] = field(default_factory=dict)  # those of which something will be missing, and why
+
+
+def refused(metadata: Metadata) -> Results:
+    """What a worker answers that serves without reuse, because only it knows why it must: the scheduler half waits."""
+    loads = [load.request for load in (*metadata.loads, *metadata.early_loads)]
+    saves = [save.id for save in (*metadata.saves, *metadata.late_saves)]
+    return Results(
+        finished=set(loads),
+        failed=set(loads),
+        loads={request: LoadReport(reason=MissReason.REFUSED) for request in loads},
+        saved=dict.fromkeys(saves, 1),
+        lost=dict.fromkeys(saves, str(MissReason.REFUSED)),
+    )
 
 
 class Saved(NamedTuple):

@@ -178,9 +178,63 @@ def test_drafts_are_not_what_their_tokens_say() -> None:
     assert "diffusion" in str(refused(engine(model_config__is_diffusion=True)))
 
 
+def test_memory_that_nobody_here_can_copy() -> None:
+    assert "xpu" in str(refused(engine(device_config__device_type="xpu")))
+
+
 def test_ranks_that_schedule_by_themselves_would_part() -> None:
     """Each has an engine of its own, which hears of its own loads only: one would go on before the others."""
     launched = {"parallel_config__distributed_executor_backend": "external_launcher"}
     assert "launcher" in str(refused(engine(parallel_config__world_size=2, **launched)))
     worker, _ = configs({"first": full()})
     assert described(engine(**launched), worker).namespace.ranks == 1
+
+
+# ---- without reuse
+
+
+def worker(cache: Any, **settings: Any) -> Any:
+    """The connector in a worker's process. No store is looked for before memory is registered."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from kvtally.vllm.connector import KVTallyConnector
+
+    config = engine()
+    config.parallel_config.rank = 0
+    extra = {"model_identity": "m", **settings}
+    config.kv_transfer_config = SimpleNamespace(kv_connector_extra_config=extra, kv_load_failure_policy="fail")
+    return KVTallyConnector(config, KVConnectorRole.WORKER, cache)
+
+
+@pytest.fixture
+def misplaced() -> dict[str, Any]:
+    """A layer's memory, where the configuration does not say."""
+    import torch
+
+    return {"first": torch.zeros(1 << 22, dtype=torch.int8)[64:]}
+
+
+def test_memory_that_is_not_as_configured_is_refused(misplaced: dict[str, Any]) -> None:
+    connector = worker(configs({"first": full()})[0])
+    with pytest.raises(IncompatibleError, match="does not lie where"):
+        connector.register_kv_caches(misplaced)
+
+
+def test_a_worker_without_reuse_leaves_nobody_waiting(misplaced: dict[str, Any]) -> None:
+    """The scheduler half does not know: it holds blocks until each rank has saved them, and vLLM waits for loads."""
+    from kvtally.vllm.meta import LoadJob, Metadata, SaveJob
+
+    connector = worker(configs({"first": full()})[0], on_unsupported="serve")
+    connector.register_kv_caches(misplaced)
+    loads = [LoadJob(name, None, [], 0, 0, []) for name in ("late", "early")]  # type: ignore[arg-type]
+    metadata = Metadata(loads[:1], loads[1:], saves=[SaveJob(1, [])], late_saves=[SaveJob(2, [])])
+    connector.handle_preemptions(metadata)
+    connector.bind_connector_metadata(metadata)
+    connector.start_load_kv(None)
+    connector.wait_for_save()
+    results, report = connector.get_transfer_results(set()), connector.build_connector_worker_meta()
+    assert results.finished_recving == results.failed_recving == {"late", "early"}
+    assert {name: load.reason for name, load in report.loads.items()} == {"late": "refused", "early": "refused"}
+    assert report.saved == {1: 1, 2: 1}
+    assert report.lost == {1: "refused", 2: "refused"}
+    connector.shutdown()
