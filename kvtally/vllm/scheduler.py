@@ -188,9 +188,9 @@ class SchedulerHalf:
                 time.sleep(0)  # let the inquiry thread have the interpreter: an idle scheduler asks in a tight loop
                 return None, False
             track.answer = answer
-            self._ask_for_state(request, answer)
             known = answer.end_tokens // self._layout.namespace.chunk_tokens
             track.saved_chunks = max(track.saved_chunks, known)
+        self._ask_for_state(request, track.answer)
         lease = track.answer.lease
         if lease is not None and not lease.is_live:  # there was no room for it for so long, or the store is gone
             self._let_go(track)
@@ -210,7 +210,8 @@ class SchedulerHalf:
     def _ask_for_state(self, request: Request, answer: Answer) -> None:
         """Where the store has attention but no state, let vLLM make one while it passes there.
 
-        vLLM does so by itself for prefixes that its own cache has seen; this tells it of those the store has seen.
+        vLLM does so by itself for prefixes that its own cache has seen; this tells it of those the store has seen. Each
+        time: where there is no room for the request yet, vLLM looks at its own cache anew and forgets what it was told.
         """
         block = self._layout.block_tokens
         boundary = min(answer.attention_tokens, request.num_tokens - 1) // block * block

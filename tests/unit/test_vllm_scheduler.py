@@ -248,6 +248,21 @@ def test_what_has_images_that_are_only_counted_is_neither_read_nor_saved(
     assert [asked.tokens for asked in inquiries.asked] == []  # the text's turn comes with the next step
 
 
+def test_a_state_is_asked_for_whenever_vllm_comes_to_the_request(
+    half: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has attention and no state: vLLM is to make one where that ends, also if there is no room at first."""
+    from kvtally.vllm.inquiry import Answer
+
+    made, asked = half(FULL, RECURRENT), request()
+    monkeypatch.setattr(made._asking, "answer", lambda track: Answer(0, [], None, "absent", 0.0, 2 * CHUNK))
+    made.on_new_request(asked)
+    for own in (0, BLOCK):
+        asked.shared_prefix_boundary = own  # what vLLM's own cache has seen
+        assert made.matched_tokens(asked, 0) == (0, False)
+        assert asked.shared_prefix_boundary == 2 * CHUNK
+
+
 # ---- the configuration's name
 
 
