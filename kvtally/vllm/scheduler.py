@@ -404,7 +404,7 @@ class SchedulerHalf:
         self._last_job += 1
         if self.events is not None:
             self.events.begin(self._last_job, track.request, items)
-        blocks = sorted({block for item in items for block in item.block_ids})
+        blocks = list(dict.fromkeys(block for item in items for block in item.block_ids))
         self._pool.touch([self._pool.blocks[block] for block in blocks])
         self._held[self._last_job] = Held(track, blocks, self._world_size)
         self._held_blocks += len(blocks)
@@ -415,8 +415,8 @@ class SchedulerHalf:
         for job in jobs:
             blocks = self._held.pop(job).blocks
             self._held_blocks -= len(blocks)
-            if self._pool is not None:
-                self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
+            if self._pool is not None:  # the last tokens' first, as vLLM does it: a prompt is reused from its beginning
+                self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
 
     def update(self, report: WorkerReport) -> None:
         """News from the workers, all ranks together: a step is done."""

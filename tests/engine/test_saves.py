@@ -106,6 +106,22 @@ def test_blocks_are_held_until_they_are_saved(scene: Scene) -> None:
     assert not scene.pool.held
 
 
+def test_what_was_held_is_evicted_from_its_end(scene: Scene) -> None:
+    """A prompt is reused from its beginning on: without that, the engine's own cache has kept the rest in vain."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    pool = BlockPool(num_gpu_blocks=POOL, enable_caching=True, hash_block_size=BLOCK)
+    scene.half.bind(SimpleNamespace(block_pool=pool))  # type: ignore[arg-type]
+    own = pool.get_new_blocks(8)
+    for block in own:
+        block.set_block_hash(block.block_id.to_bytes(8, "little"), num_tokens=BLOCK)  # type: ignore[arg-type]
+    scene.arrive("a", own[0].block_id, 2 * CHUNK)
+    scene.step("a", tokens=2 * CHUNK)
+    pool.free_blocks(reversed(own))  # the request is over before it is saved
+    scene.saved(1)
+    assert [block.block_id for block in pool.free_block_queue.get_all_free_blocks()][-8:] == scene.tables["a"][::-1]
+
+
 def test_no_more_than_a_quarter_is_held_and_the_rest_is_saved_later(scene: Scene) -> None:
     for number, name in enumerate("abc"):
         scene.arrive(name, 1 + 10 * number, 2 * CHUNK + 1)
