@@ -63,7 +63,8 @@ R = TypeVar("R")
 
 RESET_S = 5.0  # how long a reset of the cache may stop the engine
 # An engine that has nothing to compute steps in a tight loop until transfers are done, and takes the interpreter from
-# the thread that carries them out. In such steps it waits for that thread instead, so long at most.
+# the thread that carries them out. In such steps it waits for that thread instead, so long at most. Not where engines
+# step together (data parallelism of experts): the others have something to compute.
 IDLE_WAIT_S = 0.005
 
 failures: Counter[str] = Counter()  # exceptions that the edge has turned into misses, by method
@@ -178,6 +179,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         rank = config.parallel_config.rank
         name = f"vllm worker {rank}"
         self._layout = layout
+        self._idle_wait_s = IDLE_WAIT_S if config.parallel_config.data_parallel_size == 1 else 0.0
         self._worker = WorkerHalf(layout, rank, lambda: _client(address, name, layout, settings))
 
     # ---- what we are
@@ -313,7 +315,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             self._results = refused(metadata)
         else:
-            self._results = self._worker.collect(IDLE_WAIT_S if metadata.is_idle else 0.0)
+            self._results = self._worker.collect(self._idle_wait_s if metadata.is_idle else 0.0)
         return KVConnectorTransferResults(finished_recving=self._results.finished, failed_recving=self._results.failed)
 
     @edge(lambda: None)

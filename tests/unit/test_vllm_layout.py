@@ -1,4 +1,5 @@
-"""How an engine is described, from vLLM's own configuration classes: both halves alike, and what is refused.
+"""How an engine is described, from vLLM's own configuration classes: both halves alike, and what is refused. Then what the
+connector does in a worker's process where there is nothing to reuse, or to compute.
 
 Everything here needs vLLM; no engine is started.
 """
@@ -26,7 +27,9 @@ def engine(**changes: Any) -> Any:
             "tensor_parallel_size": 1,
             "decode_context_parallel_size": 1,
             "prefill_context_parallel_size": 1,
+            "data_parallel_size": 1,
             "distributed_executor_backend": "mp",
+            "rank": 0,
             "world_size": 1,
         },
         "model_config": {
@@ -193,14 +196,13 @@ def test_ranks_that_schedule_by_themselves_would_part() -> None:
 # ---- without reuse
 
 
-def worker(cache: Any, **settings: Any) -> Any:
+def worker(cache: Any, config: Any = None, **settings: Any) -> Any:
     """The connector in a worker's process. No store is looked for before memory is registered."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     from kvtally.vllm.connector import KVTallyConnector
 
-    config = engine()
-    config.parallel_config.rank = 0
+    config = config or engine()
     extra = {"model_identity": "m", **settings}
     config.kv_transfer_config = SimpleNamespace(kv_connector_extra_config=extra, kv_load_failure_policy="fail")
     return KVTallyConnector(config, KVConnectorRole.WORKER, cache)
@@ -238,3 +240,23 @@ def test_a_worker_without_reuse_leaves_nobody_waiting(misplaced: dict[str, Any])
     assert report.saved == {1: 1, 2: 1}
     assert report.lost == {1: "refused", 2: "refused"}
     connector.shutdown()
+
+
+# ---- idle steps
+
+
+@pytest.mark.parametrize(("engines", "waits"), [(1, True), (2, False)])
+def test_an_idle_engine_waits_for_transfers_only_where_no_other_waits_for_it(
+    engines: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With data parallelism of experts all engines step together: one that is idle keeps the decodes of all waiting."""
+    from kvtally.vllm.meta import Metadata
+    from kvtally.vllm.worker import Results
+
+    connector = worker(configs({"first": full()})[0], engine(parallel_config__data_parallel_size=engines))
+    waited: list[float] = []
+    monkeypatch.setattr(connector._worker, "collect", lambda wait_s: waited.append(wait_s) or Results())
+    for is_idle in (True, False):
+        connector.bind_connector_metadata(Metadata(is_idle=is_idle))
+        connector.get_transfer_results(set())
+    assert [wait_s > 0 for wait_s in waited] == [waits, False]
