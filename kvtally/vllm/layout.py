@@ -75,6 +75,8 @@ def engine_layout(config: VllmConfig, cache: KVCacheConfig, *, model: str) -> En
     if layout is None or not layout.is_block_compact:
         raise refusal(f"KV-cache layout {cache.kv_cache_layout} spreads a block", "Set VLLM_KV_CACHE_LAYOUT=LBHNC.")
     group_ids = tuple(cache.prefix_cacheable_group_ids)
+    if not cache.kv_cache_groups:
+        raise refusal("it has no KV cache", "Run this model without kvtally.")
     if len(group_ids) != len(cache.kv_cache_groups):
         raise refusal("some of the model's KV-cache groups cannot be cached", "Enable prefix caching.")
     alignment = cache.cache_hit_alignment_tokens

@@ -1,5 +1,5 @@
-"""How an engine is described, from vLLM's own configuration classes: both halves alike, and what is refused. Then what the
-connector does in a worker's process where there is nothing to reuse, or to compute.
+"""How an engine is described, from vLLM's own configuration classes: both halves alike, and what is refused. Then what
+the connector does in a worker's process where there is nothing to reuse, or to compute.
 
 Everything here needs vLLM; no engine is started.
 """
@@ -179,6 +179,13 @@ def test_what_sees_the_end_of_a_prompt_is_not_the_same_with_another_end() -> Non
 
 def test_drafts_are_not_what_their_tokens_say() -> None:
     assert "diffusion" in str(refused(engine(model_config__is_diffusion=True)))
+
+
+def test_a_model_without_kv_cache_has_nothing_to_reuse() -> None:
+    worker, _ = configs({"first": full()})
+    worker.kv_cache_groups.clear()  # as vLLM does it for encoders
+    with pytest.raises(IncompatibleError, match="no KV cache"):
+        described(engine(), worker)
 
 
 def test_memory_that_nobody_here_can_copy() -> None:
