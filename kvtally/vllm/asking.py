@@ -37,7 +37,7 @@ REFRESH_NS = 100_000_000  # an early answer older than this is asked for again w
 LATE_NS = 500_000_000  # how long after its deadline an inquiry is believed to be answered yet
 MEASURED_TOKENS = 64  # in a step, for it to tell how fast prompts are computed
 # An engine that computes nothing asks again and again, and takes the interpreter from the thread that could answer. It
-# waits for the answer instead, once in a step, and so long at most.
+# waits for the answer instead, once in a step, and so long at most; not where other engines wait for its steps.
 IDLE_WAIT_S = 0.002
 UNSEEN_NS = 2_000_000  # how long asking is left, where many arrive and no step begins
 LEAST_GAIN_S = 0.005  # a load takes some steps of the engine: what is computed sooner than this is not loaded
@@ -74,7 +74,8 @@ class Question:
 
 class Asking:
     """`reads`: whether this engine reads at all. `may_leave`: whether it may go without an answer (`leave`).
-    `steps_in_flight`: how many vLLM launches before the first of them is done. The tally is the scheduler half's."""
+    `steps_in_flight`: how many vLLM launches before the first of them is done. `is_alone`: no other engine waits for
+    its steps. The tally is the scheduler half's."""
 
     def __init__(
         self,
@@ -84,6 +85,7 @@ class Asking:
         full_groups: tuple[int, ...],
         wait_ms: int,
         steps_in_flight: int = 2,
+        is_alone: bool = True,
         reads: bool = True,
         prefetch: bool = True,
         always_load: bool = False,
@@ -93,6 +95,7 @@ class Asking:
         self._tally = tally
         self._full_groups = full_groups
         self._wait_ns = wait_ms * 1_000_000
+        self._is_alone = is_alone
         self._reads = reads
         self._prefetch = prefetch
         self._always_load = always_load
@@ -135,7 +138,7 @@ class Asking:
         inquiry = question.inquiry
         if inquiry is None:
             return question.answer
-        if inquiry.answer is None and not self._running and not self._has_waited:
+        if inquiry.answer is None and self._is_alone and not self._running and not self._has_waited:
             self._has_waited = True
             self._inquiries.wait(inquiry, IDLE_WAIT_S)
         answer = inquiry.answer

@@ -63,8 +63,7 @@ R = TypeVar("R")
 
 RESET_S = 5.0  # how long a reset of the cache may stop the engine
 # An engine that has nothing to compute steps in a tight loop until transfers are done, and takes the interpreter from
-# the thread that carries them out. In such steps it waits for that thread instead, so long at most. Not where engines
-# step together (data parallelism of experts): the others have something to compute.
+# the thread that carries them out. In such steps it waits for that thread instead, so long at most.
 IDLE_WAIT_S = 0.005
 
 failures: Counter[str] = Counter()  # exceptions that the edge has turned into misses, by method
@@ -150,6 +149,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
             world_size=world,
             wait_ms=settings.wait_ms,
             steps_in_flight=config.max_concurrent_batches,
+            is_alone=_is_alone(config),
             reads=transfer.is_kv_consumer,
             saves=transfer.is_kv_producer,
             prefetch=settings.prefetch,
@@ -179,7 +179,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         rank = config.parallel_config.rank
         name = f"vllm worker {rank}"
         self._layout = layout
-        self._idle_wait_s = IDLE_WAIT_S if config.parallel_config.data_parallel_size == 1 else 0.0
+        self._idle_wait_s = IDLE_WAIT_S if _is_alone(config) else 0.0
         self._worker = WorkerHalf(layout, rank, lambda: _client(address, name, layout, settings))
 
     # ---- what we are
@@ -360,6 +360,12 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.stop()
         if self._inquiries is not None:
             self._inquiries.stop()
+
+
+def _is_alone(config: VllmConfig) -> bool:
+    """Whether no other engine waits for its steps. With data parallelism of experts all step together, and one that is
+    idle must not keep those waiting that have something to compute."""
+    return bool(config.parallel_config.data_parallel_size == 1)
 
 
 def _client(address: str, name: str, layout: EngineLayout, settings: ConnectorConfig) -> StoreClient:

@@ -215,6 +215,15 @@ def test_an_idle_engine_waits_for_the_answer_instead_of_asking_again(
     assert answer.end_tokens == 192
 
 
+def test_it_does_not_wait_where_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking_module, "IDLE_WAIT_S", 0.2)
+    nobody = Asked(lambda: StoreClient("nowhere"))  # not started
+    scheduler = Asking(nobody, Tally(), full_groups=(0,), wait_ms=2000, is_alone=False)
+    asked = question()
+    scheduler.arrived(asked)
+    assert not waits(scheduler, asked)
+
+
 def waits(asking: Asking, asked: Question) -> bool:
     """Whether the scheduler was kept. Nobody answers."""
     begun = time.monotonic()
