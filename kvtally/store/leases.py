@@ -91,8 +91,9 @@ class Leases:
 
     def _lane(self, needs: Sequence[tuple[int, Node, int]], now_ns: int) -> int:
         """The lowest tier that has to be read for these."""
+        readable = self._context.readable_tiers(now_ns)
         missing = ((node, mask & ~self._residency.arena_mask(node)) for _, node, mask in needs)
-        tiers = (self.staging.source(node, bit, now_ns) for node, mask in missing for bit in each_bit(mask))
+        tiers = (self.staging.source(node, bit, readable) for node, mask in missing for bit in each_bit(mask))
         return max(tiers, default=ARENA)
 
     def _sizes(self, needs: Sequence[tuple[int, Node, int]]) -> dict[tuple[Node, int], int]:
@@ -185,10 +186,11 @@ class Leases:
         lease.needs, lease.end_tokens = needs, hit.end_tokens
 
     def _stage_missing(self, lease: Lease, now_ns: int) -> None:
+        readable = self._context.readable_tiers(now_ns)
         for _, node, mask in lease.needs:
             for bit in each_bit(mask & ~self._residency.arena_mask(node)):
                 if (node, bit) not in lease.awaited:
-                    self.staging.want(lease, node, bit, now_ns)
+                    self.staging.want(lease, node, bit, readable)
 
     def slots(self, session: Session, request: SlotsGet) -> None:
         lease = self._leases.get(request.lease)

@@ -39,7 +39,8 @@ class Parked:
     session: Session
     request: Lookup
     alarm: Alarm
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)  # with pending objects when it was parked
+    watched: Node | None = None  # one of them that is pending still: as long as it is, the wait is not over
     finding: int = 0
 
 
@@ -52,7 +53,7 @@ class Lookups:
         self._leases = leases
         self._learn = learn
         self._parked: dict[int, Parked] = {}
-        self._waiters: dict[Node, set[int]] = {}  # node with pending objects -> parked lookups
+        self._watchers: dict[Node, set[int]] = {}  # node with pending objects -> parked lookups
         self._finding: dict[int, int] = {}  # FindJob -> parked lookup
 
     def lookup(self, session: Session, request: Lookup, now_ns: int) -> None:
@@ -180,10 +181,25 @@ class Lookups:
         number = self._context.new_id()
         alarm = self._context.alarms.set(deadline_ns, partial(self._unpark, number))
         self._parked[number] = Parked(session, request, alarm, list(nodes))
-        for node in nodes:
-            self._waiters.setdefault(node, set()).add(number)
+        self._watch(number)
         session.waiting += 1
         return number
+
+    def _watch(self, number: int) -> bool:
+        """Wait for the last boundary of those that are pending, which a prefill saves last; False where none is."""
+        parked = self._parked[number]
+        self._stop_watching(number, parked)
+        parked.watched = next((node for node in reversed(parked.nodes) if node.pending), None)
+        if parked.watched is not None:
+            self._watchers.setdefault(parked.watched, set()).add(number)
+        return parked.watched is not None
+
+    def _stop_watching(self, number: int, parked: Parked) -> None:
+        if parked.watched is not None:
+            watchers = self._watchers[parked.watched]
+            watchers.discard(number)
+            if not watchers:
+                del self._watchers[parked.watched]
 
     def _take_parked(self, number: int) -> Parked | None:
         parked = self._parked.pop(number, None)
@@ -191,11 +207,7 @@ class Lookups:
             return None
         self._context.alarms.cancel(parked.alarm)
         parked.session.waiting -= 1
-        for node in parked.nodes:
-            waiting = self._waiters[node]
-            waiting.discard(number)
-            if not waiting:
-                del self._waiters[node]
+        self._stop_watching(number, parked)
         return parked
 
     def _unpark(self, number: int, now_ns: int) -> None:
@@ -208,11 +220,10 @@ class Lookups:
 
     def changed(self, node: Node, now_ns: int) -> None:
         """An object of `node` stopped being pending. Lookups for which nothing more is to come are answered."""
-        if node not in self._waiters:
+        if node.pending:
             return
-        for number in sorted(self._waiters[node]):
-            parked = self._parked[number]
-            if not any(waited.pending for waited in parked.nodes):
+        for number in sorted(self._watchers.get(node, ())):
+            if not self._watch(number):
                 self._unpark(number, now_ns)
 
     def _ask_tiers(self, session: Session, family: Family, request: Lookup, view: View, now_ns: int) -> bool:
@@ -267,4 +278,5 @@ class Lookups:
         return len(self._parked)
 
     def check(self) -> None:
-        assert all(number in self._parked for numbers in self._waiters.values() for number in numbers)
+        for node, numbers in self._watchers.items():
+            assert node.pending and all(self._parked[number].watched is node for number in numbers)

@@ -25,7 +25,7 @@ INTEGRITY_CODES = ("KV-401", "KV-402")
 PROBED_OBJECTS = 3
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Lease:
     """Everything one hit needs, pinned from when there is room for it until released or expired."""
 
@@ -62,7 +62,7 @@ class Rising:
     """One object on its way up; several leases may wait for it."""
 
     tier: int
-    leases: list[Lease]
+    leases: dict[int, Lease] = field(default_factory=dict)  # by id: a thousand requests may share a prefix
     pieces: tuple[Piece, ...] = ()
     is_reading: bool = False
     is_probe: bool = False  # read to measure the tier, unless somebody comes to wait for it
@@ -88,25 +88,27 @@ class Staging:
         self._rising: dict[tuple[Node, int], Rising] = {}
         self._reading: dict[int, tuple[Node, int]] = {}  # ReadJob -> what it brings up
 
-    def source(self, node: Node, bit: int, now_ns: int) -> int:
-        """The tier that an object which is not in the arena is read from; 0: none can be read now."""
-        readable = self._context.readable_tiers(now_ns)[1:]
-        return next((tier for tier in readable if self._residency.tier_mask(node, tier) >> bit & 1), 0)
+    def source(self, node: Node, bit: int, readable: Sequence[int]) -> int:
+        """Which of these tiers an object that is not in the arena is read from; 0: none."""
+        for tier in readable:
+            if self._residency.tier_mask(node, tier) >> bit & 1:
+                return tier
+        return 0
 
     def is_reading(self, node: Node, bit: int) -> bool:
         rising = self._rising.get((node, bit))
         return rising is not None and rising.is_reading
 
-    def want(self, lease: Lease, node: Node, bit: int, now_ns: int) -> None:
+    def want(self, lease: Lease, node: Node, bit: int, readable: Sequence[int]) -> None:
         key = (node, bit)
         lease.awaited.add(key)
         rising = self._rising.get(key)
         if rising is None:
-            tier = self.source(node, bit, now_ns)
+            tier = self.source(node, bit, readable)
             assert tier  # the hit was found through this very tier
-            rising = self._rising[key] = Rising(tier, [])
+            rising = self._rising[key] = Rising(tier)
             self._residency.pin(node)
-        rising.leases.append(lease)
+        rising.leases[lease.id] = lease
         rising.is_probe = False
         lease.tier = max(lease.tier, rising.tier)
         self._planner.ask(rising.tier, key, self._residency.length_bytes(node, bit), lease.id)
@@ -149,7 +151,7 @@ class Staging:
             if pieces is None or not self._planner.begin(tier, (node, bit), size_bytes):
                 self._residency.space.free(pieces or ())
                 return
-            self._rising[node, bit] = Rising(tier, [], is_probe=True)
+            self._rising[node, bit] = Rising(tier, is_probe=True)
             self._residency.pin(node)
             self._start(node, bit, pieces, now_ns)
 
@@ -182,7 +184,7 @@ class Staging:
             self._context.counts.staged_bytes += length
             if wanted and not already:
                 self._residency.publish(node, bit, job.pieces, length, job.record.checksum)
-            for lease in self._rising[node, bit].leases:
+            for lease in self._rising[node, bit].leases.values():
                 lease.staged_bytes += length
         self._end(node, bit, reason, now_ns)
 
@@ -208,7 +210,7 @@ class Staging:
     def _end(self, node: Node, bit: int, reason: str, now_ns: int) -> None:
         rising = self._rising.pop((node, bit))
         has_left = not self._residency.tier_mask(node, rising.tier) >> bit & 1
-        for lease in rising.leases:
+        for lease in rising.leases.values():
             lease.awaited.discard((node, bit))
             lease.reason = lease.reason or reason
             lease.may_aim_lower |= bool(reason) and has_left
@@ -222,7 +224,7 @@ class Staging:
         """The lease no longer waits, but for `still`: what nobody else waits for is given up."""
         for key in lease.awaited - still:
             rising = self._rising[key]
-            rising.leases.remove(lease)
+            del rising.leases[lease.id]
             if not rising.leases and not rising.is_reading:
                 self._planner.unask(rising.tier, key)
                 del self._rising[key]
@@ -235,6 +237,6 @@ class Staging:
 
     def check(self, leases: Iterable[Lease]) -> None:
         for lease in leases:
-            assert all(lease in self._rising[key].leases for key in lease.awaited)
+            assert all(lease.id in self._rising[key].leases for key in lease.awaited)
         assert all(rising.leases or rising.is_reading for rising in self._rising.values())
         assert sum(piece.length for piece in self.pieces()) == self._planner.in_flight_bytes

@@ -5,6 +5,9 @@ Owns the estimates and the probes that keep them fresh; what is done about it is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 from kvtally.core.hits import Hit
 from kvtally.core.prefetch import Option, Planner
 from kvtally.core.residency import ARENA, Node, each_bit
@@ -15,6 +18,15 @@ from kvtally.wire.limits import SECOND_NS
 
 MOST_OPTIONS = 32  # boundaries that are weighed against computing
 PROBE_NS = 10 * SECOND_NS  # a tier found slow is measured again after this, or it would never be tried again
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What the hits of one weighing share: a long prompt has thousands of objects, which are looked at once."""
+
+    readable: Sequence[int]
+    missing: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)  # by boundary and mask: tier -> bytes
+    backlogs: dict[int, int] = field(default_factory=dict)  # by tier; a walk over everything that waits
 
 
 class Weighing:
@@ -31,47 +43,55 @@ class Weighing:
         lease.path = path_of(self._residency, family, request)
         in_arena = self._residency.presence(family, self._residency.masks(family, lease.path, [ARENA]))
         least = hit_of(family, request, in_arena)
-        readable = self._residency.masks(family, lease.path, self._context.readable_tiers(now_ns))
-        rows = self._residency.presence(family, readable)
+        costs = Costs(self._context.readable_tiers(now_ns))
+        rows = self._residency.presence(family, self._residency.masks(family, lease.path, costs.readable))
         step = max(1, (lease.end_tokens - least.end_tokens) // MOST_OPTIONS)
         options: list[tuple[Hit, Option]] = []
-        backlogs: dict[int, int] = {}
         limit = lease.end_tokens
         while limit > least.end_tokens:
             hit = hit_of(family, request, rows, limit)
             if hit.end_tokens <= least.end_tokens:
                 break
-            load_s = self._load_s(lease, hit, backlogs, now_ns)
+            load_s = self._load_s(lease, hit, costs)
             if load_s is None:
                 return []
             options.append((hit, Option(hit.end_tokens, load_s)))
             limit = hit.end_tokens - step
         return [(least, Option(least.end_tokens, 0.0)), *reversed(options)]
 
-    def _load_s(self, lease: Lease, hit: Hit, backlogs: dict[int, int], now_ns: int) -> float | None:
-        """How long until everything that a hit needs is in the arena. `backlogs`, by tier, are the same for all hits of
-        one weighing and take a walk over everything that waits, so each is computed once."""
+    def _load_s(self, lease: Lease, hit: Hit, costs: Costs) -> float | None:
+        """How long until everything that a hit needs is in the arena."""
         missing: dict[int, int] = {}
-        for _, node, mask in needs_of(lease.family, lease.request, lease.path, hit):
-            for bit in each_bit(mask & ~self._residency.arena_mask(node)):
-                tier = self._staging.source(node, bit, now_ns)
-                is_counted = self._staging.is_reading(node, bit)  # in the backlog
-                size_bytes = 0 if is_counted else self._residency.length_bytes(node, bit)
+        for index, node, mask in needs_of(lease.family, lease.request, lease.path, hit):
+            if (index, mask) not in costs.missing:
+                costs.missing[index, mask] = self._missing(node, mask, costs.readable)
+            for tier, size_bytes in costs.missing[index, mask].items():
                 missing[tier] = missing.get(tier, 0) + size_bytes
         load_s = 0.0
         for tier, size_bytes in missing.items():
             speed = self._context.tiers[tier - 1].speed.bytes_s if tier else 0.0
             if not speed:
                 return None
-            if tier not in backlogs:
-                backlogs[tier] = self._planner.backlog_bytes(tier, lease.id)
-            load_s += (backlogs[tier] + size_bytes) / speed
+            if tier not in costs.backlogs:
+                costs.backlogs[tier] = self._planner.backlog_bytes(tier, lease.id)
+            load_s += (costs.backlogs[tier] + size_bytes) / speed
         return load_s
+
+    def _missing(self, node: Node, mask: int, readable: Sequence[int]) -> dict[int, int]:
+        """Bytes that are to be read from each tier for these objects of a node; 0 from one that is only waited for."""
+        missing: dict[int, int] = {}
+        for bit in each_bit(mask & ~self._residency.arena_mask(node)):
+            tier = self._staging.source(node, bit, readable)
+            is_counted = self._staging.is_reading(node, bit)  # in the backlog
+            size_bytes = 0 if is_counted else self._residency.length_bytes(node, bit)
+            missing[tier] = missing.get(tier, 0) + size_bytes
+        return missing
 
     def probe(self, lease: Lease, now_ns: int) -> None:
         """Of what this lease will not wait for, read a little from a tier whose speed was not measured for long."""
+        readable = self._context.readable_tiers(now_ns)
         for number, tier in enumerate(self._context.tiers, 1):
             if tier.speed.measured_ns is None or now_ns - tier.speed.measured_ns >= PROBE_NS:
-                keys = [key for key in lease.awaited if self._staging.source(*key, now_ns) == number]
+                keys = [key for key in lease.awaited if self._staging.source(*key, readable) == number]
                 self._staging.forget(lease, frozenset(lease.awaited.difference(keys)))
                 self._staging.probe(number, keys, now_ns)

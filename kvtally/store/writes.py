@@ -73,6 +73,7 @@ class Writes:
             return
         slots: list[PutSlot] = []
         wanted: list[tuple[int, Node, int, int]] = []  # place in the answer, node, bit, length
+        present: list[Node] = []
         shifts = [tier * family.width for tier in self._context.readable_tiers(now_ns)]
         room_bytes = self._residency.space.capacity_bytes // 2 - session.put_bytes  # nobody may lease more than half
         try:
@@ -85,6 +86,8 @@ class Writes:
                     self._residency.begin(node, bit)  # from now on eviction does not take its boundary
                     wanted.append((len(slots), node, bit, item.length_bytes))
                     room_bytes -= item.length_bytes
+                elif status is PutStatus.PRESENT:
+                    present.append(node)
                 slots.append(_ANSWERS[status])
         except ChainConflict as conflict:
             for _, node, bit, _ in wanted:
@@ -92,6 +95,7 @@ class Writes:
             remedy = "Client and store disagree about chains: restart the client, and report this if it comes back."
             self._context.refuse(session, request.id, "KV-200", str(conflict), remedy)
             return
+        self._residency.touch_up(present)  # all at once: each alone would walk up to the root
         self._open(session, wanted, slots, now_ns)
         self._context.counts.puts_full += slots.count(_ANSWERS[PutStatus.FULL])
         self._context.send(session, PutSlots(request.id, slots))
@@ -101,7 +105,6 @@ class Writes:
         bit = item.group * family.ranks + item.rank
         for shift in shifts:
             if node.held >> (shift + bit) & 1:
-                self._residency.touch_up([node])
                 return node, bit, PutStatus.PRESENT
         return node, bit, PutStatus.PENDING if node.pending >> bit & 1 else PutStatus.WRITE
 

@@ -1,0 +1,105 @@
+"""The sans-I/O store with many of everything: what one event costs must not grow with what else is there.
+
+Each bound is ten times what the event takes, and a fraction of what it took when it grew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from kvtally.core.keys import ROOT_CHAIN
+from kvtally.core.residency import Node as Boundary
+from kvtally.store.jobs import Outcome
+from kvtally.store.staging import Staging
+from kvtally.wire.messages import Found, Lookup, PutBegin, PutEnd, PutObject, PutSlots, PutStatus, Release
+from tests.unit.test_prefetch_store import CHUNK, GRANULE, Node
+
+
+@contextmanager
+def takes_less_than(seconds: float, before: str) -> Iterator[None]:
+    begun = time.process_time()
+    yield
+    assert time.process_time() - begun < seconds, f"it was {before}"
+
+
+def handle(node: Node, *requests: Any) -> list[Any]:
+    """What `Node.ask` does, without checking all that the store knows after each."""
+    for request in requests:
+        node.store.handle(node.session, request, node.now_ns)
+    return [message for _, message in node.store.take_outbox()]
+
+
+def question(node: Node, prompt: int, **options: Any) -> Lookup:
+    path = node.prompts[prompt]
+    ends = list(range(CHUNK, CHUNK * len(path) + 1, CHUNK))
+    return Lookup(4, b"".join(path), ends, ends[-1], **options)
+
+
+def objects(path: list[bytes]) -> list[PutObject]:
+    parents = [ROOT_CHAIN, *path]
+    return [
+        PutObject(chain, parent, CHUNK * index, CHUNK * (index + 1), 0, 0, GRANULE)
+        for index, (chain, parent) in enumerate(zip(path, parents, strict=False))
+    ]
+
+
+def begin(node: Node, path: list[bytes]) -> list[int]:
+    (slots,) = handle(node, PutBegin(2, objects(path)))
+    assert isinstance(slots, PutSlots)
+    return [slot.put for slot in slots.slots if slot.status == PutStatus.WRITE]
+
+
+def test_leases_that_share_a_prefix_are_given_back_in_any_order() -> None:
+    """Each object had a list of who waits for it, which was walked for each lease and object."""
+    node = Node({1: (1, 200)}, granules=1024)
+    found = handle(node, *[question(node, 1, hold=True)] * 600)
+    leases = [message.lease for message in found if isinstance(message, Found)]
+    assert len(leases) == 600
+    with takes_less_than(1.5, "8 s"):
+        handle(node, *(Release(5, [lease]) for lease in reversed(leases)))
+    node.store.check()
+
+
+def test_a_put_of_what_is_there_walks_up_to_the_root_once() -> None:
+    """It did so once for each object."""
+    node = Node({1: (1, 4096)})
+    with takes_less_than(0.04, "0.1 s"):
+        assert begin(node, node.prompts[1]) == []
+
+
+def test_a_lookup_that_waits_does_not_count_what_is_left_with_every_commit() -> None:
+    """It looked at all boundaries that it had waited for, with each object that was committed."""
+    node = Node({}, granules=4096)
+    node.prompts[1] = path = [bytes([number // 256, number % 256, *range(30)]) for number in range(2000)]
+    puts = begin(node, path)
+    assert handle(node, *[question(node, 1, wait_ms=1000)] * 64) == []
+    with takes_less_than(0.6, "2 s"):
+        assert len(handle(node, *(PutEnd(3, [(put, 7)]) for put in puts[:-1]))) == 1999
+    assert len(handle(node, PutEnd(3, [(puts[-1], 7)]))) == 65
+    node.store.check()
+
+
+def test_to_weigh_a_long_prompt_looks_at_each_of_its_objects_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It did so for each of the boundaries that were weighed."""
+    node = Node({1: (1, 500)}, granules=4096)
+    node.store.probe(node.now_ns)
+    for job in node.store.take_jobs():
+        node.now_ns += 1_000_000
+        node.store.job_done(job, Outcome(), node.now_ns)
+    looked_at: Counter[tuple[object, int]] = Counter()
+    is_reading = Staging.is_reading
+
+    def count(self: Staging, boundary: Boundary, bit: int) -> bool:
+        looked_at[boundary, bit] += 1
+        return is_reading(self, boundary, bit)
+
+    monkeypatch.setattr(Staging, "is_reading", count)
+    handle(node, question(node, 1, hold=True, prefill_tokens_s=1))
+    assert (len(looked_at), looked_at.total()) == (500, 500)
+    node.store.check()
