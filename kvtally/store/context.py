@@ -156,9 +156,8 @@ class TierState:
             self.read_failed(now_ns)
 
     def write_failed(self, now_ns: int) -> None:
-        if self.writable(now_ns):
-            self.write_paused_until_ns = now_ns + self.write_pause_ns
-            self.write_pause_ns = min(2 * self.write_pause_ns, LONGEST_PAUSE_NS)
+        self.write_paused_until_ns = now_ns + self.write_pause_ns
+        self.write_pause_ns = min(2 * self.write_pause_ns, LONGEST_PAUSE_NS)
 
     def postpone(self, node: Node, bit: int) -> None:
         self.postponed[node, bit] = None

@@ -313,7 +313,6 @@ class Writes:
             tier.dropped += 1
             return
         record = self.record(node, bit)
-        tier.unremoved.pop(record.key, None)  # it is to be there again
         if tier.unremoved:
             self.remove(number, ())
         tier.queued_bytes += size
@@ -325,7 +324,7 @@ class Writes:
         self._context.jobs.append(WriteJob(id=job, tier=number, record=record, pieces=pieces, attempt=attempt))
 
     def _catch_up(self, number: int, now_ns: int) -> None:
-        """A tier has written something: it takes what was too much for it before."""
+        """A tier has written something, or may be tried again: it takes what was too much for it before."""
         tier = self._context.tiers[number - 1]
         while tier.postponed and tier.writable(now_ns):
             node, bit = next(iter(tier.postponed))
@@ -375,11 +374,15 @@ class Writes:
         return is_there and not self._residency.differs(node, bit, record.length_bytes, record.checksum)
 
     def remove(self, number: int, keys: Iterable[ObjectKey]) -> int:
-        """Take objects out of a lower tier, and with them what an earlier removal failed to take out; the job's id."""
+        """Take objects out of a lower tier, and with them what an earlier removal failed to take out; the job's id.
+        But not what is saved anew and on its way down: where that fails, the old copy is still to be taken out."""
         unremoved = self._context.tiers[number - 1].unremoved
-        every = (*unremoved, *keys)
-        unremoved.clear()
-        job = RemoveJob(id=self._context.new_id(), tier=number, keys=every)
+        writes = self._writing.values() if unremoved else ()
+        rewritten = {node.family.key(node, bit) for node, bit, tier in writes if tier == number}
+        again = [key for key in unremoved if key not in rewritten]
+        for key in again:
+            del unremoved[key]
+        job = RemoveJob(id=self._context.new_id(), tier=number, keys=(*again, *keys))
         self._context.tiers[number - 1].removing += 1
         self._context.jobs.append(job)
         return job.id
@@ -390,6 +393,9 @@ class Writes:
         if outcome.code:
             tier.errors[outcome.code] += 1
             tier.unremoved.update(dict.fromkeys(job.keys))
+        else:
+            for key in job.keys:
+                tier.unremoved.pop(key, None)
 
     def record(self, node: Node, bit: int) -> ObjectRecord:
         assert node.parent is not None
@@ -425,7 +431,9 @@ class Writes:
         elif outcome.code:
             tier.errors[outcome.code] += 1
             tier.dropped += 1
-            tier.write_failed(now_ns)
+            if tier.writable(now_ns):  # else a job of the same incident
+                tier.write_failed(now_ns)
+                self._context.alarms.set(tier.write_paused_until_ns, partial(self._catch_up, job.tier))
         else:
             tier.writes += 1
             tier.write_bytes += length

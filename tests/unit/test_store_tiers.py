@@ -406,6 +406,47 @@ def test_what_is_saved_again_after_a_reset_is_not_believed_to_be_on_disk_too_ear
     assert tier_of(node)["objects"] == 1
 
 
+def test_what_could_not_be_removed_is_still_to_be_removed_when_a_newer_copy_failed() -> None:
+    """It was taken for replaced as soon as the newer one was queued: a reset called it gone, a restart had it."""
+    node = Node(tiers=(DISK,))
+    on_disk(node, CHAINS[0])
+    node.ask(Reset(8))
+    (removal,) = removals(node)
+    node.store.job_done(removal, Outcome(code="KV-601"), node.now_ns)
+    assert isinstance(node.reply(), Refused)
+    node.save(0, 0)
+    assert [type(job) for job in node.jobs] == [RemoveJob, WriteJob]  # the removal is tried again
+    node.finish("KV-602")
+    assert node.ask(Reset(9)) is None
+    (removal,) = removals(node)
+    assert set(removal.keys) == {first_record(CHAINS[0], group).key for group in range(2)}
+    node.store.job_done(removal, Outcome(), node.now_ns)
+    assert node.reply() == ResetDone(9, 1)
+    assert tier_of(node)["unremoved"] == 0
+
+
+def test_what_is_saved_again_is_not_removed_by_a_removal_that_is_tried_again() -> None:
+    """The index believed it to be on disk, where it was removed right after it had been written."""
+    node = Node(tiers=(DISK,))
+    other = msgspec.structs.replace(HYBRID, model="other")
+    on_disk(node, CHAINS[0])
+    node.store.recover(1, msgspec.structs.replace(first_record(CHAINS[0], 0), namespace=other))
+    node.ask(Reset(8))
+    node.save(0, 0)
+    removal, write = node.jobs
+    node.store.job_done(removal, Outcome(code="KV-602"), node.now_ns)
+    node.reply()
+    node.ask(Reset(9, other.digest))
+    again = node.jobs[-1]
+    assert isinstance(again, RemoveJob)
+    assert isinstance(write, WriteJob)
+    assert write.record.key not in again.keys
+    node.store.job_done(write, Outcome(), node.now_ns)
+    node.store.job_done(again, Outcome(), node.now_ns)
+    assert node.reply() == ResetDone(9, 1)
+    assert (tier_of(node)["objects"], tier_of(node)["unremoved"]) == (1, 0)
+
+
 def test_everything_that_could_not_be_removed_is_remembered() -> None:
     """What was beyond a bound was back after a restart."""
     node = Node(tiers=(DISK,))
