@@ -81,7 +81,7 @@ class Node:
 class Family:
     """All nodes of one namespace."""
 
-    __slots__ = ("full", "group_masks", "namespace", "nodes", "objects", "ranks", "root", "width")
+    __slots__ = ("full", "group_masks", "is_forgotten", "namespace", "nodes", "objects", "ranks", "root", "width")
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
@@ -93,6 +93,7 @@ class Family:
         self.root = Node(self, ROOT_CHAIN, None, 0, 0)
         self.nodes: dict[bytes, Node] = {ROOT_CHAIN: self.root}
         self.objects = 0  # objects resident in at least one tier
+        self.is_forgotten = False  # nothing of it is to be found any more; what is left of it is being dropped
 
     def bit(self, group: int, rank: int) -> int:
         return group * self.ranks + rank
@@ -112,6 +113,7 @@ class Residency:
         self.tiers = 1 + lower_tiers
         self.space = Space(arena_bytes)
         self.families: dict[bytes, Family] = {}
+        self.forgotten: dict[Family, list[Node]] = {}  # with the nodes that are yet to be swept, in the order of resets
         self.resident_objects = [0] * self.tiers
         self.lower_bytes = [0] * self.tiers  # whole granules; the arena's are counted by `space`
         self.evicted_objects = [0] * self.tiers
@@ -264,53 +266,53 @@ class Residency:
 
     def drop(self, node: Node, bit: int, tier: int) -> None:
         """The tier no longer holds the object. In the arena its bytes are freed now, or with the node's last pin."""
-        family = node.family
-        mask = 1 << (tier * family.width + bit)
-        if not node.held & mask:
-            return
-        if tier == ARENA:
-            pieces = self._forget_place(node, bit)
-            if node.pins:
-                self._doomed.setdefault(node, []).append(pieces)
-            else:
-                self.space.free(pieces)
-        else:
-            self.lower_bytes[tier] -= round_up(self.length_bytes(node, bit))
-        was_resident = self.tier_mask(node, tier)
-        node.held &= ~mask
-        self.resident_objects[tier] -= 1
-        if not self._anywhere(node) >> bit & 1:
-            family.objects -= 1
-        if was_resident and not self.tier_mask(node, tier):
-            self._left(node, tier)
-        self.settle(node)
+        if self.tier_mask(node, tier) >> bit & 1:
+            self._drop(node, 1 << bit, tier)
 
     def evict(self, tier: int) -> list[ObjectKey]:
         """Drop the next victim's objects from a tier; their keys, or nothing if no node may go."""
         node = self._candidates[tier].next()
         if node is None:
             return []
-        bits = list(each_bit(self.tier_mask(node, tier)))
-        keys = [node.family.key(node, bit) for bit in bits]
-        for bit in bits:
-            self.drop(node, bit, tier)
-        self.evicted_objects[tier] += len(bits)
+        mask = self.tier_mask(node, tier)
+        self._drop(node, mask, tier)
+        self.evicted_objects[tier] += mask.bit_count()
+        return [node.family.key(node, bit) for bit in each_bit(mask)]
+
+    def forget(self, family: Family) -> Family:
+        """Nothing of a family is found from now on; the empty one in its place. `sweep` drops what it holds."""
+        family.is_forgotten = True
+        self.forgotten[family] = list(family.nodes.values())
+        successor = self.families[family.namespace.digest] = Family(family.namespace)
+        return successor
+
+    def sweep(self, family: Family, most_objects: int) -> list[list[ObjectKey]]:
+        """Drop some objects of a forgotten family, children before their parents: their keys, by lower tier."""
+        nodes = self.forgotten[family]
+        keys: list[list[ObjectKey]] = [[] for _ in range(self.tiers)]
+        while nodes and most_objects > 0:
+            node = nodes.pop()
+            most_objects -= 1  # one without objects takes its time, too
+            for tier in range(self.tiers):
+                mask = self.tier_mask(node, tier)
+                if mask:
+                    self._drop(node, mask, tier)
+                    most_objects -= mask.bit_count()
+                if tier != ARENA:
+                    keys[tier] += [family.key(node, bit) for bit in each_bit(mask)]
+        if not nodes:
+            del self.forgotten[family]
         return keys
 
-    def forget(self, family: Family, tier: int) -> list[ObjectKey]:
-        """Drop every object of a family from one tier; their keys."""
-        keys = []
-        for node in list(family.nodes.values()):
-            for bit in each_bit(self.tier_mask(node, tier)):
-                keys.append(family.key(node, bit))
-                self.drop(node, bit, tier)
-        return keys
+    def is_sweeping(self, namespace: Namespace) -> bool:
+        """Whether a tier may still hold objects of this namespace that were forgotten."""
+        return any(family.namespace.digest == namespace.digest for family in self.forgotten)
 
     # ---- presence
 
     def path(self, family: Family, chains: bytes) -> list[Node | None]:
         """The nodes of a prompt, one for each 32-byte chain value."""
-        find = family.nodes.get
+        find = family.nodes.get if not family.is_forgotten else _nothing
         return [find(chains[at : at + 32]) for at in range(0, len(chains), 32)]
 
     def masks(self, family: Family, path: Sequence[Node | None], tiers: Iterable[int]) -> list[int]:
@@ -352,12 +354,27 @@ class Residency:
         at = bit * _CELL.size
         node.cells = cells[:at] + _CELL.pack(place, length_bytes, checksum) + cells[at + _CELL.size :]
 
+    def _drop(self, node: Node, mask: int, tier: int) -> None:
+        """Some of the objects that the tier holds of a node, at least one."""
+        family = node.family
+        for bit in each_bit(mask):
+            if tier != ARENA:
+                self.lower_bytes[tier] -= round_up(self.length_bytes(node, bit))
+            elif node.pins:
+                self._doomed.setdefault(node, []).append(self._forget_place(node, bit))
+            else:
+                self.space.free(self._forget_place(node, bit))
+        before = self._anywhere(node)
+        node.held &= ~(mask << (tier * family.width))
+        self.resident_objects[tier] -= mask.bit_count()
+        family.objects -= (before & ~self._anywhere(node)).bit_count()
+        if not self.tier_mask(node, tier):
+            self._left(node, tier)
+        self.settle(node)
+
     def _forget_place(self, node: Node, bit: int) -> tuple[Piece, ...]:
-        pieces = self.pieces(node, bit)
-        place = _CELL.unpack_from(node.cells, bit * _CELL.size)[0]
-        if place & _SCATTERED:
-            del self._scattered[place & ~_SCATTERED]
-        return pieces
+        place, length, _ = _CELL.unpack_from(node.cells, bit * _CELL.size)
+        return self._scattered.pop(place & ~_SCATTERED) if place & _SCATTERED else (Piece(place, length),)
 
     def _anywhere(self, node: Node) -> int:
         held, mask = node.held, 0
@@ -422,7 +439,7 @@ class Residency:
         """Assert every invariant. Linear; for tests and simulation."""
         self.space.check()
         objects = [0] * self.tiers
-        for family in self.families.values():
+        for family in (*self.families.values(), *self.forgotten):
             resident = 0
             expected: dict[bytes, int] = {}
             children: dict[bytes, int] = {}
@@ -449,11 +466,15 @@ class Residency:
     def owned_pieces(self) -> list[Piece]:
         """Every arena piece that holds, or until its last pin held, a resident object (for `check`)."""
         owned = [piece for doomed in self._doomed.values() for pieces in doomed for piece in pieces]
-        for family in self.families.values():
+        for family in (*self.families.values(), *self.forgotten):
             for node in family.nodes.values():
                 for bit in each_bit(self.arena_mask(node)):
                     owned += self.pieces(node, bit)
         return owned
+
+
+def _nothing(chain: bytes) -> Node | None:
+    return None
 
 
 def each_bit(mask: int) -> Iterator[int]:

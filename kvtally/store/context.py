@@ -134,6 +134,7 @@ class TierState:
     # with the next removal. Never more than the tier holds; what is not in here would be back after a restart.
     unremoved: dict[ObjectKey, None] = field(default_factory=dict)
     removing: int = 0  # RemoveJobs that are not done
+    retrying: set[int] = field(default_factory=set)  # those among them that are to take out what was in `unremoved`
     # Committed faster than the tier writes: written when their turn comes, if they are in the arena then.
     postponed: dict[tuple[Node, int], None] = field(default_factory=dict)
 
@@ -158,6 +159,11 @@ class TierState:
     def write_failed(self, now_ns: int) -> None:
         self.write_paused_until_ns = now_ns + self.write_pause_ns
         self.write_pause_ns = min(2 * self.write_pause_ns, LONGEST_PAUSE_NS)
+
+    @property
+    def has_unremoved(self) -> bool:
+        """Whether it may hold what the index has forgotten because a removal failed."""
+        return bool(self.unremoved or self.retrying)
 
     def postpone(self, node: Node, bit: int) -> None:
         self.postponed[node, bit] = None

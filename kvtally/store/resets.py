@@ -1,25 +1,30 @@
 """Resets: a namespace is forgotten at once, and its user is told when no restart can bring it back.
 
-    reset ─▶ open writes end, the index forgets ─▶ RemoveJob for each lower tier ─▶ removed, failed or late ─▶ `on_end`
+    reset ─▶ open writes end, nothing is found any more ─▶ swept, a slice at a time: RemoveJobs for each lower tier
+          ─▶ the last of them removed, failed or late ─▶ `on_end`
 
-Owns resets whose removals are under way. What a tier could not remove is tried again by `writes` with its next write.
+Owns resets that are not over. A slice is short, so that a million objects do not stop everybody else. What a tier could
+not remove is tried again by `writes` with its next write.
 Neighbours: `store` (left: who asked), `writes` (right: removes). No I/O.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from kvtally.core.residency import ARENA, Family
+from kvtally.core.residency import Family
 from kvtally.store.context import Alarm, Context
 from kvtally.store.jobs import Outcome, RemoveJob
 from kvtally.store.writes import Writes
 from kvtally.wire.limits import SECOND_NS
 
 REMOVAL_NS = 3 * SECOND_NS // 2  # whoever asked gives up after 2 s by default: told before, it knows what became of it
+SLICE_OBJECTS = 4096  # dropped at once, which takes some 10 ms
+PAUSE_NS = 1  # between two of them: until alarms are due again, some milliseconds later
 
 
 class ResetEnd(NamedTuple):
@@ -31,14 +36,15 @@ class ResetEnd(NamedTuple):
     remedy: str = "See that the tier can be written (its errors are in `kvtally stat`), then reset once more."
 
 
-@dataclass(slots=True)
-class Removing:
-    """A reset whose removals are not all done."""
+@dataclass(slots=True, eq=False)
+class Forgetting:
+    """A reset that is not over."""
 
+    family: Family
     objects: int
-    jobs: set[int]
-    alarm: Alarm
     on_end: Callable[[ResetEnd], None]
+    alarm: Alarm | None = None  # None: whoever asked was told
+    jobs: set[int] = field(default_factory=set)  # the last of each tier, once everything is swept
     code: str = ""
 
 
@@ -47,49 +53,70 @@ class Resets:
         self._context = context
         self._residency = context.residency
         self._writes = writes
-        self._removing: dict[int, Removing] = {}  # by RemoveJob; one reset may wait for several
+        self._sweeping: deque[Forgetting] = deque()  # the first one is swept, the others wait
+        self._removing: dict[int, Forgetting] = {}  # by RemoveJob; one reset may wait for several
 
     def begin(self, family: Family, now_ns: int, on_end: Callable[[ResetEnd], None]) -> None:
-        """Forget every object of a namespace. Leases stay readable until they are released."""
-        objects = family.objects
+        """Forget every object of a namespace. What a lease has let somebody read stays there until it is released."""
+        forgetting = Forgetting(family, family.objects, on_end)
+        successor = self._residency.forget(family)
+        for session in self._context.sessions.values():
+            if session.family is family:
+                session.family = successor
         self._writes.reset(family, now_ns)
-        jobs = set()
-        for tier in range(self._residency.tiers):
-            keys = self._residency.forget(family, tier)
-            if tier == ARENA:
-                continue
-            keys += self._writes.disown(family, tier)  # written before the removal comes to its turn
-            state = self._context.tiers[tier - 1]
-            if keys or state.unremoved or state.removing:  # what is on its way out comes before ours, and may fail
-                jobs.add(self._writes.remove(tier, keys))
-        if not jobs:
-            on_end(ResetEnd(objects))
-            return
-        alarm = self._context.alarms.set(now_ns + REMOVAL_NS, partial(self._late, jobs))
-        removing = Removing(objects, jobs, alarm, on_end)
-        self._removing.update(dict.fromkeys(jobs, removing))
+        if self._context.tiers:
+            forgetting.alarm = self._context.alarms.set(now_ns + REMOVAL_NS, partial(self._late, forgetting))
+        else:
+            on_end(ResetEnd(forgetting.objects))
+        self._sweeping.append(forgetting)
+        if len(self._sweeping) == 1:
+            self._sweep(now_ns)
+
+    def _sweep(self, now_ns: int) -> None:
+        """Drop the next slice, and have it removed from lower tiers."""
+        forgetting = self._sweeping[0]
+        keys = self._residency.sweep(forgetting.family, SLICE_OBJECTS)
+        is_swept = forgetting.family not in self._residency.forgotten
+        for number, tier in enumerate(self._context.tiers, 1):
+            if is_swept:
+                keys[number] += self._writes.on_their_way(forgetting.family, number)  # and there before the removal is
+            # What is on its way out comes before our last removal, and may fail.
+            if keys[number] or (is_swept and (tier.unremoved or tier.removing)):
+                job = self._writes.remove(number, keys[number], is_last=is_swept)
+                if is_swept and forgetting.alarm is not None:
+                    forgetting.jobs.add(job)
+                    self._removing[job] = forgetting
+        if is_swept:
+            self._sweeping.popleft()
+            if not forgetting.jobs:
+                self._end(forgetting)
+            self._writes.catch_up_all(now_ns)
+        if self._sweeping:
+            self._context.alarms.set(now_ns + PAUSE_NS, self._sweep)
 
     def removed(self, job: RemoveJob, outcome: Outcome) -> None:
         """Some RemoveJob ended, perhaps one of a reset."""
-        removing = self._removing.pop(job.id, None)
-        if removing is None:
+        forgetting = self._removing.pop(job.id, None)
+        if forgetting is None:
             return
-        removing.jobs.discard(job.id)
-        is_left = bool(self._context.tiers[job.tier - 1].unremoved)
-        removing.code = removing.code or outcome.code or ("KV-600" if is_left else "")
-        if not removing.jobs:
-            self._context.alarms.cancel(removing.alarm)
-            self._end(removing, "a lower tier could not remove them")
+        forgetting.jobs.discard(job.id)
+        is_left = self._context.tiers[job.tier - 1].has_unremoved
+        forgetting.code = forgetting.code or outcome.code or ("KV-600" if is_left else "")
+        if not forgetting.jobs:
+            self._end(forgetting, "a lower tier could not remove them")
 
-    def _late(self, jobs: set[int], now_ns: int) -> None:
-        removing = self._removing[min(jobs)]
-        for job in jobs:
+    def _late(self, forgetting: Forgetting, now_ns: int) -> None:
+        for job in forgetting.jobs:
             del self._removing[job]
-        removing.code = removing.code or "KV-600"
-        self._end(removing, "a lower tier has not removed them yet")
+        forgetting.code = forgetting.code or "KV-600"
+        self._end(forgetting, "a lower tier has not removed them yet")
 
-    @staticmethod
-    def _end(removing: Removing, why: str) -> None:
-        objects = removing.objects
+    def _end(self, forgetting: Forgetting, why: str = "") -> None:
+        """Tell whoever asked, unless that has happened."""
+        if forgetting.alarm is None:
+            return
+        self._context.alarms.cancel(forgetting.alarm)
+        forgetting.alarm = None
+        objects = forgetting.objects
         message = f"{objects} objects are forgotten, but {why}: a restart of the store would bring them back"
-        removing.on_end(ResetEnd(objects, removing.code, message) if removing.code else ResetEnd(objects))
+        forgetting.on_end(ResetEnd(objects, forgetting.code, message) if forgetting.code else ResetEnd(objects))

@@ -60,7 +60,7 @@ class Writes:
         self._limbo: dict[int, dict[int, tuple[Piece, ...]]] = {}  # session -> put -> pieces
         self._gone: set[int] = set()  # sessions whose process is gone but whose socket has not closed yet
         self._writing: dict[int, tuple[Node, int, int]] = {}  # WriteJob -> what it copies, and to which tier
-        self._disowned: set[int] = set()  # WriteJobs of what was reset since
+        self._newest: dict[tuple[int, ObjectKey], int] = {}  # tier, key -> the last WriteJob that is not done
 
     # ---- requests
 
@@ -290,7 +290,7 @@ class Writes:
         for number, tier in enumerate(self._context.tiers, 1):
             if self._residency.tier_mask(node, number) >> bit & 1:
                 continue
-            if self._is_too_much(tier, node, bit):
+            if self._must_wait(tier, node, bit):
                 tier.postpone(node, bit)
             else:
                 self._queue_write(number, node, bit, now_ns)
@@ -298,9 +298,12 @@ class Writes:
     def _is_in_arena(self, node: Node, bit: int) -> bool:
         """Whether it still is: a job or a queue may know it for longer than the index does."""
         is_known = node.family.nodes.get(node.chain) is node
-        return is_known and bool(self._residency.arena_mask(node) >> bit & 1)
+        return is_known and not node.family.is_forgotten and bool(self._residency.arena_mask(node) >> bit & 1)
 
-    def _is_too_much(self, tier: TierState, node: Node, bit: int) -> bool:
+    def _must_wait(self, tier: TierState, node: Node, bit: int) -> bool:
+        """Whether it is too much for the tier now, or would come before the removal of what a reset has forgotten."""
+        if self._residency.is_sweeping(node.family.namespace):
+            return True
         size = round_up(self._residency.length_bytes(node, bit))
         # What is queued is held in the arena, which must not be held by a disk that hangs.
         most = min(self._context.limits.write_behind_bytes, self._residency.space.capacity_bytes // 4)
@@ -320,16 +323,22 @@ class Writes:
         self._residency.pin(node)
         job = self._context.new_id()
         self._writing[job] = (node, bit, number)
+        self._newest[number, record.key] = job
         pieces = self._residency.pieces(node, bit)
         self._context.jobs.append(WriteJob(id=job, tier=number, record=record, pieces=pieces, attempt=attempt))
 
+    def catch_up_all(self, now_ns: int) -> None:
+        """What waited for a sweep need not wait for it any more."""
+        for number in range(1, self._residency.tiers):
+            self._catch_up(number, now_ns)
+
     def _catch_up(self, number: int, now_ns: int) -> None:
-        """A tier has written something, or may be tried again: it takes what was too much for it before."""
+        """A tier has written something, or may be tried again: it takes what had to wait."""
         tier = self._context.tiers[number - 1]
         while tier.postponed and tier.writable(now_ns):
             node, bit = next(iter(tier.postponed))
             is_there = self._is_in_arena(node, bit)
-            if is_there and self._is_too_much(tier, node, bit):
+            if is_there and self._must_wait(tier, node, bit):
                 return
             del tier.postponed[node, bit]
             if not is_there:
@@ -370,30 +379,33 @@ class Writes:
     def _is_current(self, job: WriteJob, node: Node, bit: int) -> bool:
         """Whether what a job copies is what the arena holds, not forgotten (reset, quarantine) or saved anew since."""
         record = job.record
-        is_there = job.id not in self._disowned and self._is_in_arena(node, bit)
-        return is_there and not self._residency.differs(node, bit, record.length_bytes, record.checksum)
+        return self._is_in_arena(node, bit) and not self._residency.differs(
+            node, bit, record.length_bytes, record.checksum
+        )
 
-    def remove(self, number: int, keys: Iterable[ObjectKey]) -> int:
-        """Take objects out of a lower tier, and with them what an earlier removal failed to take out; the job's id.
-        But not what is saved anew and on its way down: where that fails, the old copy is still to be taken out."""
-        unremoved = self._context.tiers[number - 1].unremoved
-        writes = self._writing.values() if unremoved else ()
-        rewritten = {node.family.key(node, bit) for node, bit, tier in writes if tier == number}
-        again = [key for key in unremoved if key not in rewritten]
+    def remove(self, number: int, keys: Iterable[ObjectKey], *, is_last: bool = True) -> int:
+        """Take objects out of a lower tier, and with them (`is_last`: of several removals with the last of them) what
+        an earlier removal failed to take out; the job's id. But not what is saved anew and on its way down: where that
+        fails, the old copy is still to be taken out."""
+        tier = self._context.tiers[number - 1]
+        again = [key for key in tier.unremoved if (number, key) not in self._newest] if is_last else []
         for key in again:
-            del unremoved[key]
+            del tier.unremoved[key]
         job = RemoveJob(id=self._context.new_id(), tier=number, keys=(*again, *keys))
-        self._context.tiers[number - 1].removing += 1
+        tier.removing += 1
+        if again:
+            tier.retrying.add(job.id)
         self._context.jobs.append(job)
         return job.id
 
     def removed(self, job: RemoveJob, outcome: Outcome) -> None:
         tier = self._context.tiers[job.tier - 1]
         tier.removing -= 1
+        tier.retrying.discard(job.id)
         if outcome.code:
             tier.errors[outcome.code] += 1
             tier.unremoved.update(dict.fromkeys(job.keys))
-        else:
+        elif tier.unremoved:
             for key in job.keys:
                 tier.unremoved.pop(key, None)
 
@@ -412,15 +424,16 @@ class Writes:
             checksum=self._residency.checksum(node, bit),
         )
 
-    def disown(self, family: Family, number: int) -> list[ObjectKey]:
-        """Objects of a family that are being written to a lower tier, where the caller removes them right after."""
-        writes = self._writing.items()
-        found = [(job, node, bit) for job, (node, bit, tier) in writes if tier == number and node.family is family]
-        self._disowned.update(job for job, _, _ in found)
-        return [family.key(node, bit) for _, node, bit in found]
+    def on_their_way(self, family: Family, number: int) -> list[ObjectKey]:
+        """Objects of a family that are being written to a lower tier."""
+        writes = self._writing.values()
+        return [family.key(node, bit) for node, bit, tier in writes if tier == number and node.family is family]
 
     def written(self, job: WriteJob, outcome: Outcome, now_ns: int) -> None:
         node, bit, _ = self._writing.pop(job.id)
+        place = (job.tier, job.record.key)
+        if self._newest[place] == job.id:
+            del self._newest[place]
         tier = self._context.tiers[job.tier - 1]
         length = job.record.length_bytes
         tier.queued_bytes -= round_up(length)
@@ -442,8 +455,7 @@ class Writes:
             tier.unremoved.pop(job.record.key, None)  # replaced what a removal just before failed to take out
             if self._is_current(job, node, bit):
                 self._residency.add(node, bit, job.tier, length, job.record.checksum)
-            elif (node, bit, job.tier) not in self._writing.values():  # else a newer copy is on its way and replaces it
+            elif place not in self._newest:  # else a newer copy is on its way and replaces it
                 self.remove(job.tier, [job.record.key])
-        self._disowned.discard(job.id)
         self._residency.unpin(node)
         self._catch_up(job.tier, now_ns)

@@ -196,7 +196,7 @@ class Rig:
         for tier in range(1, residency.tiers):
             held = [
                 residency.length_bytes(node, bit)
-                for family in residency.families.values()
+                for family in (*residency.families.values(), *residency.forgotten)
                 for node in family.nodes.values()
                 for bit in each_bit(residency.tier_mask(node, tier))
             ]
