@@ -70,6 +70,7 @@ __all__ = ["Call", "Lease", "Miss", "Put", "ReadSlot", "SharedLease", "StoreClie
 
 # What a silent store is not asked for. Everything else says what is over: it must hear that as soon as it listens.
 QUESTIONS = (Lookup, SlotsGet, PutBegin)
+GIVES_BACK = (Release, PutEnd)
 TIMEOUT_S = 2.0
 GIVE_BACK_S = 2.0  # for what nobody waits for
 
@@ -430,7 +431,8 @@ class StoreClient:
     ) -> Call[R]:
         if self._link.is_silent and isinstance(request, QUESTIONS):
             return self._link.answered(Miss(MissReason.DEADLINE, "the store does not answer: not asked [KV-501]"))
-        return self._link.submit(request, finish, self._deadline_ns(timeout_s, wait_ms))
+        deadline_ns = self._deadline_ns(timeout_s, wait_ms)
+        return self._link.submit(request, finish, deadline_ns, gives_back=isinstance(request, GIVES_BACK))
 
     def _deadline_ns(self, timeout_s: float | None, wait_ms: int = 0) -> int:
         """By default a request that asks the store to wait has that much more time."""
@@ -458,17 +460,16 @@ class StoreClient:
 
     def _unasked(self, message: Reply) -> None:
         """News of a lease, or the answer to a call that expired or was cancelled: what it grants is given back."""
-        deadline_ns = self._deadline_ns(GIVE_BACK_S)
         if isinstance(message, Staged):
             lease = self._leases.get(message.lease)
             if lease is not None and lease.session is self._link.session:
                 lease.outcome = message
         elif isinstance(message, Found) and message.lease:
-            self._link.submit(Release(0, [message.lease]), _expect(Done), deadline_ns)
+            self._submit(Release(0, [message.lease]), _expect(Done), GIVE_BACK_S)
         elif isinstance(message, PutSlots):
             unwanted = [slot.put for slot in message.slots if slot.status == PutStatus.WRITE]
             if unwanted:
-                self._link.submit(PutEnd(0, abort=unwanted), _expect(PutEnded), deadline_ns)
+                self._submit(PutEnd(0, abort=unwanted), _expect(PutEnded), GIVE_BACK_S)
 
 
 _LOST = Session(generation=0, store="", limits=Limits(), verify_reads=True, mapping=None, alive=False)

@@ -159,8 +159,18 @@ class Link:
 
     # ---- calls
 
-    def submit(self, request: Request, finish: Callable[[Reply], R | Miss | None], deadline_ns: int) -> Call[R]:
-        """Send a request, now if possible. `finish` makes the result of its reply; None: that was no reply to this."""
+    def submit(
+        self,
+        request: Request,
+        finish: Callable[[Reply], R | Miss | None],
+        deadline_ns: int,
+        *,
+        gives_back: bool = False,
+    ) -> Call[R]:
+        """Send a request, now if possible. `finish` makes the result of its reply; None: that was no reply to this.
+
+        What gives back is sent however many calls wait: unsaid, the store would keep it for this client.
+        """
         self._last_id += 1
         call: Call[R] = Call(self, self._last_id, finish, deadline_ns)
         if self.session is None:
@@ -168,7 +178,7 @@ class Link:
         if self._connection is None:
             return self._settle(call, miss_of(self.error))
         frame = encode(structs.replace(request, id=call.id))
-        problem = self._obstacle(self._connection, len(frame))
+        problem = self._obstacle(self._connection, len(frame), gives_back=gives_back)
         if problem is not None:
             return self._settle(call, problem)
         self._calls[call.id] = call
@@ -196,11 +206,11 @@ class Link:
             self.misses[result.reason] += 1
         return call
 
-    def _obstacle(self, connection: Connection, frame_bytes: int) -> Miss | None:
+    def _obstacle(self, connection: Connection, frame_bytes: int, *, gives_back: bool) -> Miss | None:
         limits = self.session.limits if self.session is not None else Limits()
         if frame_bytes - FRAME_HEADER_BYTES > limits.frame_bytes:
             return Miss(MissReason.LIMIT, f"a message of {frame_bytes} bytes is over the limit of {limits.frame_bytes}")
-        if len(self._calls) >= MOST_CALLS:
+        if len(self._calls) >= MOST_CALLS and not gives_back:
             return Miss(MissReason.LIMIT, f"{MOST_CALLS} calls are in flight already")
         waiting_bytes = len(connection.unsent)
         if self._queue:

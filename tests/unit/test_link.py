@@ -38,6 +38,7 @@ from kvtally.wire.messages import (
     Ping,
     PutBegin,
     PutEnd,
+    PutEnded,
     PutSlot,
     PutSlots,
     PutStatus,
@@ -56,8 +57,10 @@ from tests.unit.fake_store import (
     Action,
     FakeStore,
     World,
+    held,
     missed,
     objects,
+    puts_of,
     until,
 )
 
@@ -409,6 +412,21 @@ def test_calls_in_flight_are_bounded(world: World, monkeypatch: pytest.MonkeyPat
     missed(calls[10].result, MissReason.LIMIT)
     calls[0].cancel()
     assert client.ping().result is None
+
+
+def test_what_is_given_back_is_said_however_many_calls_wait(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a miss like any other: the store kept leases until they expired, and slots for as long as we lived."""
+    store = world.store()
+    client = world.client()
+    (put,) = puts_of(client)
+    client.put(objects())
+    lease = held(client)
+    store.on[Lookup] = lambda _: []
+    monkeypatch.setattr(link_module, "MOST_CALLS", 10)
+    calls = [client.lookup(QUESTION) for _ in range(11)]
+    missed(calls[10].result, MissReason.LIMIT)
+    assert isinstance(client.release([lease]).wait(), Done)
+    assert isinstance(client.put_end(abort=[put]).wait(), PutEnded)
 
 
 def test_unsent_bytes_are_bounded_and_submitting_never_blocks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
