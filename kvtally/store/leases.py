@@ -161,8 +161,9 @@ class Leases:
         lease.load_s, lease.compute_s = choice.load_s, choice.compute_s
         if choice.end_tokens >= lease.end_tokens:
             return
-        lease.left_tokens = lease.end_tokens - choice.end_tokens
-        lease.reason = lease.reason or MissReason.SLOW_TIER
+        lease.left_tokens = hits[-1][1].end_tokens - choice.end_tokens  # what is beyond cannot be read any more
+        gone = MissReason.ABSENT if lease.family.is_forgotten else MissReason.STAGING_FAILED
+        lease.reason = lease.reason or (MissReason.SLOW_TIER if lease.left_tokens else gone)
         self._weighing.probe(lease, now_ns)
         self._aim(lease, next(hit for hit, option in hits if option.end_tokens == choice.end_tokens))
         kept = frozenset((node, bit) for _, node, mask in lease.needs for bit in each_bit(mask))

@@ -171,11 +171,11 @@ class Staging:
         wanted = self._residency.tier_mask(node, job.tier) >> bit & 1  # not forgotten meanwhile
         if outcome.code or already or not wanted:
             self._residency.space.free(job.pieces)
-        if outcome.code and not wanted:
+        if not wanted and not already:
             reason = MissReason.ABSENT  # forgotten while it was on its way: no fault of the tier
-        elif outcome.code:
+        if outcome.code and wanted:
             reason = self._read_failed(job, outcome.code, node, bit, now_ns)
-        else:
+        elif not outcome.code:
             tier.reads += 1
             tier.read_bytes += length
             tier.read_seconds += outcome.seconds

@@ -284,6 +284,18 @@ def test_while_nobody_waits_even_a_slow_tier_is_worth_reading() -> None:
     assert done.id == 3
 
 
+def test_what_cannot_be_read_any_more_is_not_called_slow() -> None:
+    """The disk hangs, and the engine comes to its request: it is told at once, but why?"""
+    node = Node({1: (1, 4), 2: (1, 4)}, staging=1)
+    measured(node, 1, after_s=0.00001)
+    found = node.lookup(2, early=True)
+    node.land(after_s=0.00001)
+    node.now_ns += 5 * SECOND_NS
+    assert node.tier()["state"] == "stuck"
+    _, staged = node.ask(Wanted(3, found.lease, 1000))
+    assert (staged.end_tokens, staged.left_tokens, staged.reason) == (64, 0, MissReason.STAGING_FAILED)
+
+
 def test_always_load_never_weighs() -> None:
     node = Node({1: (1, 4), 2: (1, 4)})
     measured(node, 1, after_s=1.0)

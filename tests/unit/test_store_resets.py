@@ -140,6 +140,23 @@ def test_a_lease_of_what_was_reset_is_over_and_its_bytes_stay_until_it_is_releas
     assert node.store.stats(0)["arena"]["used_bytes"] == 0  # type: ignore[index]
 
 
+@pytest.mark.parametrize("code", ["", "KV-401"])
+def test_what_was_reset_on_its_way_up_is_absent(code: str) -> None:
+    """Where it arrived all the same, the hit was shorter for no reason."""
+    node = Node(tiers=(DISK,))
+    on_disk(node, CHAINS[0])
+    assert node.lookup(hold=True, limit_tokens=CHUNK).staging == 2
+    first, second = node.jobs
+    node.ask(Reset(8))
+    node.store.job_done(first, Outcome(code=code), node.now_ns)
+    node.store.job_done(second, Outcome(code=code), node.now_ns)
+    staged = node.reply()
+    assert (staged.end_tokens, staged.reason) == (0, MissReason.ABSENT)
+    stats = node.store.stats(0)
+    assert stats["lookups"]["misses"] == {MissReason.ABSENT: 1}  # type: ignore[index]
+    assert (stats["arena"]["used_bytes"], stats["quarantined"]["count"]) == (0, {})  # type: ignore[index]
+
+
 class World:
     """A store above a real disk tier, whose jobs are carried out when the test says so, and fail now and then."""
 
