@@ -24,6 +24,7 @@ import ssl
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvtally import __version__
@@ -292,7 +293,7 @@ class Front(ABC):
         """Let the loop have the socket."""
         task = self._loop.create_task(self._take_over(peer, connection))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(partial(self._taken_over, peer, connection))
 
     async def _take_over(self, peer: socket.socket, connection: Connection) -> None:
         timeout_s = self._hello_timeout_s if self._tls is not None else None
@@ -300,9 +301,18 @@ class Front(ABC):
             await self._loop.connect_accepted_socket(
                 lambda: connection, peer, ssl=self._tls, ssl_handshake_timeout=timeout_s
             )
-        except (OSError, asyncio.CancelledError):  # it went away, does not speak TLS, or the store stops
-            self._hub.ungreeted.discard(connection)
-            peer.close()
+        except OSError:  # it went away, or does not speak TLS
+            self._let_go(peer, connection)
+
+    def _taken_over(self, peer: socket.socket, connection: Connection, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():  # the store stops: in the middle of it, or before it had begun
+            self._let_go(peer, connection)
+
+    def _let_go(self, peer: socket.socket, connection: Connection) -> None:
+        """The loop never got the socket."""
+        self._hub.ungreeted.discard(connection)
+        peer.close()
 
 
 class TcpFront(Front):

@@ -75,6 +75,28 @@ def test_stopping_closes_connections_and_removes_the_socket(bench: Bench) -> Non
     bench.client()
 
 
+@pytest.mark.parametrize("loop_factory", LOOPS)
+def test_a_client_that_comes_at_the_very_end_is_let_go(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, loop_factory: LoopFactory
+) -> None:
+    """Accepted in the turn of the loop in which the store was told to stop: it ended with an AttributeError."""
+    fronts: list[server.Front] = []
+    resume = server.Front._resume
+    monkeypatch.setattr(server.Front, "_resume", lambda front: (fronts.append(front), resume(front)))
+
+    async def come_and_stop(peer: socket.socket) -> None:
+        async with StoreServer(bench.config()):
+            peer.connect(bench.path)
+            fronts[0]._accept()
+
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(DEADLINE_S)
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(come_and_stop(peer))
+        assert peer.recv(MIB)  # the greeting
+        assert peer.recv(MIB) == b""
+
+
 def open_descriptors() -> int:
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
