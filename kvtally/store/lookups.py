@@ -47,7 +47,7 @@ class Parked:
 class Lookups:
     """`learn` takes into the index what a tier was found to hold."""
 
-    def __init__(self, context: Context, leases: Leases, learn: Callable[[int, ObjectRecord], None]) -> None:
+    def __init__(self, context: Context, leases: Leases, learn: Callable[[int, ObjectRecord], object]) -> None:
         self._context = context
         self._residency = context.residency
         self._leases = leases

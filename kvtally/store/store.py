@@ -284,8 +284,10 @@ class Store:
     # ---- tiers
 
     def recover(self, tier: int, record: ObjectRecord) -> None:
-        """Before serving: a lower tier holds this object."""
-        self._learn(tier, record)
+        """Before serving: a lower tier holds this object. What the index cannot take in is to be removed there, or it
+        would take room for ever."""
+        if not self._learn(tier, record):
+            self._context.tiers[tier - 1].unremoved[record.key] = None
 
     def probe(self, now_ns: int) -> None:
         """Before serving: have a few objects of each lower tier read, to know how fast it is."""
@@ -295,26 +297,28 @@ class Store:
             keys = ((node, bit) for node in nodes for bit in each_bit(self._residency.tier_mask(node, tier)))
             self._leases.staging.probe(tier, keys, now_ns)
 
-    def _learn(self, tier: int, record: ObjectRecord) -> None:
+    def _learn(self, tier: int, record: ObjectRecord) -> bool:
+        """Take into the index what a tier holds; False where it does not fit in."""
         namespace = record.namespace
         family = self._residency.families.get(namespace.digest)
         if family is None:
             if not self._has_place_for(namespace):
-                return
+                return False
             family = self._residency.register(namespace)
         try:
             node = self._residency.ensure(family, record.chain, record.parent, record.start_tokens, record.end_tokens)
         except ChainConflict:
             self._context.counts.quarantined[self._context.tiers[tier - 1].info.name] += 1
-            return
+            return False
         bit = family.bit(record.group, record.rank)
         is_foreign = bit >= family.width or record.rank >= family.ranks
         if is_foreign or self._residency.differs(node, bit, record.length_bytes, record.checksum):
             self._residency.settle(node)
-            return
+            return False
         self._residency.add(node, bit, tier, record.length_bytes, record.checksum)
         if not node.used:  # in the order of writing; only its ends matter, so the way up to the root is not walked
             self._residency.touch((node,))
+        return True
 
     def job_done(self, job: Job, outcome: Outcome, now_ns: int) -> None:
         if isinstance(job, WriteJob):

@@ -349,9 +349,12 @@ class Writes:
     def _make_room(self, number: int, size_bytes: int) -> bool:
         """Evict from a lower tier until the object fits beside what is there and what is on its way."""
         tier = self._context.tiers[number - 1]
-        if tier.info.capacity_bytes is None:
+        capacity_bytes = tier.info.capacity_bytes
+        if capacity_bytes is None:
             return True
-        while self._residency.lower_bytes[number] + tier.queued_bytes + size_bytes > tier.info.capacity_bytes:
+        if tier.queued_bytes + size_bytes > capacity_bytes:
+            return False  # to evict everything would not help
+        while self._residency.lower_bytes[number] + tier.queued_bytes + size_bytes > capacity_bytes:
             keys = self._residency.evict(number)
             if not keys:
                 return False

@@ -17,6 +17,7 @@ from kvtally.store.tiers.base import NoRoomError, ObjectRecord
 from kvtally.store.tiers.disk import DiskTier
 from kvtally.store.writes import MOST_ATTEMPTS
 from kvtally.testing.tiers import MemoryDevice
+from kvtally.wire.limits import Limits
 from kvtally.wire.messages import (
     Found,
     Lookup,
@@ -175,6 +176,32 @@ def test_a_tier_that_cannot_take_anything_out_is_a_failing_one() -> None:
     assert answered(node, again, CROWDED) == []
     tier = tier_of(node)
     assert (tier["state"], tier["dropped"], tier["evicted"]) == ("not-writing", 1, 1)
+
+
+def test_nothing_is_evicted_for_what_can_never_fit() -> None:
+    """Every such save emptied the disk, and was dropped all the same."""
+    node = Node(tiers=(TierInfo(name="disk", capacity_bytes=4 * 4096),))
+    on_disk(node, CHAINS[0])
+    large = PutObject(bytes([1]) * 32, ROOT_CHAIN, 0, 256, 0, 0, 5 * 4096)
+    node.ask(PutEnd(3, [(node.ask(PutBegin(2, [large])).slots[0].put, 7)]))
+    tier = tier_of(node)
+    assert (tier["objects"], tier["evicted"], tier["dropped"], node.jobs) == (2, 0, 1, [])
+
+
+def test_what_the_index_cannot_take_in_at_a_start_is_removed_from_the_disk() -> None:
+    """It took room there for ever, of which the index knew nothing."""
+    node = Node(tiers=(DISK,), limits=Limits(namespaces=1))
+    other = msgspec.structs.replace(HYBRID, model="other")
+    foreign = msgspec.structs.replace(first_record(CHAINS[0], 0), namespace=other)
+    longer = msgspec.structs.replace(first_record(CHAINS[0], 1), end_tokens=CHUNK + 1)  # than its chain value names
+    for record in (first_record(CHAINS[0], 0), foreign, longer):
+        node.store.recover(1, record)
+    assert (tier_of(node)["objects"], tier_of(node)["unremoved"]) == (1, 2)
+    node.save(1, 0)
+    removal, write = node.jobs
+    assert isinstance(removal, RemoveJob)
+    assert isinstance(write, WriteJob)
+    assert removal.keys == (foreign.key, longer.key)
 
 
 # ---- objects that cannot be read
