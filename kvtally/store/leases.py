@@ -23,7 +23,11 @@ from kvtally.store.needs import View, hit_of, longest_possible, needs_of, path_o
 from kvtally.store.staging import Lease, Staging
 from kvtally.store.tiers.base import ObjectRecord
 from kvtally.store.weighing import Weighing
+from kvtally.wire.frames import fits
 from kvtally.wire.messages import Done, Lookup, MissReason, Release, Slot, Slots, SlotsGet, Staged, Wanted
+
+NUMBER_BYTES = 9  # the most that a number takes in a message
+SLOT_BYTES = 6 + 5 * NUMBER_BYTES  # the same of a slot, without its pieces
 
 
 class Leases:
@@ -203,7 +207,11 @@ class Leases:
             return
         lease.is_read = True
         slots = self.slots_of(lease, request.rank)
-        self._context.send(session, Slots(request.id, slots or [], "" if slots is not None else MissReason.CHECKSUM))
+        reply = Slots(request.id, slots or [], "" if slots is not None else MissReason.CHECKSUM)
+        most_bytes = sum(SLOT_BYTES + NUMBER_BYTES * len(slot.pieces) for slot in reply.slots)
+        if most_bytes > self._context.limits.frame_bytes and not fits(reply, self._context.limits.frame_bytes):
+            reply = Slots(request.id, [], MissReason.LIMIT)  # a longer one would cost the client its connection
+        self._context.send(session, reply)
 
     def slots_of(self, lease: Lease, rank: int) -> list[Slot] | None:
         """Where the objects of one rank lie; None where one was quarantined since the lease was announced."""

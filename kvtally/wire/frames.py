@@ -25,6 +25,11 @@ def encode(message: Request | Reply) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
+def fits(message: Request | Reply, limit_bytes: int) -> bool:
+    """Whether a reader with this limit takes it."""
+    return len(_encoder.encode(message)) <= limit_bytes
+
+
 class FrameReader(Generic[T]):
     """Collects bytes and yields whole messages of type `T`. After an error the connection is to be closed."""
 

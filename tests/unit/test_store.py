@@ -122,6 +122,19 @@ def test_hit_needs_every_group() -> None:
     assert node.lookup(limit_tokens=511).end_tokens == 256
 
 
+@pytest.mark.parametrize(("frame_bytes", "count"), [(120, 4), (60, 0)])
+def test_slots_that_fit_no_frame_are_a_miss(frame_bytes: int, count: int) -> None:
+    """Their client would end the connection, and with it all that it holds."""
+    node = Node(limits=Limits(frame_bytes=frame_bytes))
+    for index in range(4):
+        node.save(index, 0)
+    node.save(3, 1)
+    found = node.lookup(hold=True, limit_tokens=1024, have=[0, 1024])
+    slots = node.ask(SlotsGet(5, found.lease))
+    assert (len(slots.slots), slots.reason) == (count, "" if count else MissReason.LIMIT)
+    assert len(encode(slots)) <= frame_bytes + 4
+
+
 def test_attention_on_the_engine_needs_only_the_state() -> None:
     node = Node()
     node.save(2, 1)
