@@ -21,11 +21,14 @@ if TYPE_CHECKING:  # costs 0.1 s, which `kvtally --help` need not pay
     from kvtally.cli.render import KnownNamespace
     from kvtally.client import Call, Miss
     from kvtally.core.receipts import Receipt
+    from kvtally.wire.messages import ResetDone
 
 R = TypeVar("R")
 
 WATCH_S = 1.0
-RESET_S = 60.0  # to forget a million objects takes a store some seconds, in which it answers nobody
+RESET_S = 60.0  # a disk takes seconds to remove some 100,000 objects
+UNREMOVED = "KV-600"  # a tier has not removed everything yet; where it cannot, there are other codes
+AGAIN_S = 0.1
 _REFUSAL = re.compile(r"(.*) \[(KV-\d{3})\]\. (.*)", re.DOTALL)  # an error as text: `KVTallyError.__str__`
 SHORTEST_PREFIX = 6  # of a digest, in hexadecimal digits
 
@@ -103,10 +106,11 @@ def reset(
             typer.echo(f"{item.digest[:12]}  {printable(item.model)}  {item.objects:,} objects")
         if not yes:
             typer.confirm("Forget these?", abort=True)
-        # All, before one may fail.
-        calls = [store.client.reset(bytes.fromhex(item.digest), timeout_s=RESET_S) for item in chosen]
-        count = sum(store.answer(call).objects for call in calls)
-    typer.echo(f"Forgot {count:,} objects.")
+        deadline = time.monotonic() + RESET_S
+        calls = [store.reset(item.digest) for item in chosen]  # all, before one may fail
+        for item, call in zip(chosen, calls, strict=True):
+            store.see_removed(item.digest, call, deadline)
+    typer.echo(f"Forgot {sum(item.objects for item in chosen):,} objects.")
 
 
 def _stat_json(store: _Asker, *, watch: bool) -> None:
@@ -167,6 +171,22 @@ class _Asker:
 
     def stats(self) -> dict[str, object]:
         return self.answer(self.client.stats()).stats
+
+    def reset(self, digest: str) -> Call[ResetDone]:
+        return self.client.reset(bytes.fromhex(digest), timeout_s=RESET_S)
+
+    def see_removed(self, digest: str, call: Call[ResetDone], deadline: float) -> None:
+        """Wait until no restart brings anything back. Everything is forgotten by then, and a store that is asked once
+        more waits a moment for what a tier has not removed yet."""
+        while True:
+            try:
+                self.answer(call)
+                return
+            except TransportError as error:
+                if error.code != UNREMOVED or time.monotonic() >= deadline:
+                    raise
+            time.sleep(AGAIN_S)
+            call = self.reset(digest)
 
     def answer(self, call: Call[R]) -> R:
         from kvtally.client import Miss
