@@ -35,7 +35,7 @@ MOMENT_S = 0.1  # how much a tier is given to do at once
 PATIENCE_NS = 2_000_000_000  # with a tier from which nothing comes, beyond what its speed explains
 NEW_PATIENCE_NS = 10_000_000_000  # the same, as long as its speed is not known
 LARGEST_READ_BYTES = 64 << 20
-FEWEST_READS = 3  # in flight however slow a tier is: one for each of its reader threads
+FEWEST_READS = 3  # in flight however slow a tier is: its reader threads are not to wait for one another
 KEPT = 0.97  # of what was measured before, with each measurement
 
 Part = TypeVar("Part", bound=Hashable)
