@@ -52,6 +52,9 @@ class Half(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     left_tokens: int = 0  # found, and computed because that was faster than loading them
     load_estimate_ms: float = 0.0  # what that was decided by; 0 where there was nothing to weigh
     compute_estimate_ms: float = 0.0
+    # Whether who holds a prompt holds each of its beginnings, too. Not with recurrent states: they are at its end, and
+    # at some places before.
+    holds_beginnings: bool = True
 
     @property
     def reused_tokens(self) -> int:

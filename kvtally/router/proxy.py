@@ -434,12 +434,16 @@ class Proxy:
         return half.computed_tokens > WRONG_BY * max(self._config.prefill_from_tokens, LEAST_TOKENS)
 
     def _learn(self, trip: Trip, decode: Member, plan: Plan, matched: Matched) -> None:
-        """Remember where this prompt went, and whether it is certain to be there."""
+        """Remember where this prompt went, and what of it is certain to be there: all of its beginnings, or, with
+        recurrent states, the whole."""
         half = matched.receipt.decode
         is_proved = half is not None and matched.verdict in (Verdict.PROVED, Verdict.LOCAL)
         if half is not None and plan.skip is Skip.HELD:
             is_proved &= not self._is_too_much(half)
-        self._decode_seen.learn(trip.prints, decode.name, time.monotonic_ns(), proved=is_proved)
+        now_ns = time.monotonic_ns()
+        is_divisible = half is not None and half.holds_beginnings
+        self._decode_seen.learn(trip.prints[:-1], decode.name, now_ns, proved=is_proved and is_divisible)
+        self._decode_seen.learn(trip.prints[-1:], decode.name, now_ns, proved=is_proved)
         if plan.skip is Skip.HELD and not is_proved:
             self._decode_seen.doubt(trip.prints, decode.name)
 

@@ -596,4 +596,5 @@ class SchedulerHalf:
             left_tokens=weighed.left_tokens if weighed is not None else 0,
             load_estimate_ms=weighed.load_ms if weighed is not None else 0.0,
             compute_estimate_ms=weighed.compute_ms if weighed is not None else 0.0,
+            holds_beginnings=not self._has_states,
         )

@@ -15,6 +15,7 @@ from aiohttp import web
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtally.core.receipts import Half
 from kvtally.router.metrics import METRICS
 from tests.unit.fake_vllm import FakeVLLM, Seen, event, nixl_answer
 from tests.unit.router_kit import LONG, SOON_S, Kit, Reply, a_store, kit, run, until
@@ -176,6 +177,30 @@ class TestHandOff:
                 longer = await it.ask(LONG + "something else " * 40)
                 assert (longer.prefill, longer.verdict) == (it.prefill[0].name, "proved")
                 assert (await it.ask(key="somebody else")).prefill == it.prefill[0].name  # not theirs to use
+
+        run(test)
+
+    @pytest.mark.parametrize("has_states", [False, True])
+    def test_who_holds_a_prompt_with_states_does_not_hold_its_beginning(
+        self, tmp_path: Path, store: str, has_states: bool
+    ) -> None:
+        """Many short questions behind one long text: with recurrent states decode would compute all of it again. The
+        next turn of a conversation goes on from where the last one ended."""
+
+        def told(_: Seen, half: Half) -> Half:
+            return structs.replace(half, holds_beginnings=not has_states)
+
+        def asked(*words: str) -> dict[str, object]:
+            return {"messages": [{"role": "user", "content": word} for word in (LONG, *words)]}
+
+        async def test() -> None:
+            async with kit(tmp_path, store=store) as it:
+                it.decode[0].half = told
+                skipped = [
+                    (await it.send("POST", "/v1/chat/completions", json=asked(*words))).prefill == "skipped:held"
+                    for words in (("one?",), ("two?",), ("one?",), ("one?", "and then?"))
+                ]
+                assert skipped == [False, not has_states, True, True]
 
         run(test)
 

@@ -49,6 +49,7 @@ PREFILL = Half(
     left_tokens=10,
     load_estimate_ms=4.5,
     compute_estimate_ms=5.5,
+    holds_beginnings=False,
 )
 LIMITS = Limits(**{field: value for value, field in enumerate(Limits.__struct_fields__, start=1)})
 EXAMPLES: tuple[m.Request | m.Reply, ...] = (
