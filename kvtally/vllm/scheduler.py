@@ -109,8 +109,7 @@ class SchedulerHalf:
         self._names_images = names_images
         self._manager: KVCacheManager | None = None
         self._pool: BlockPool | None = None
-        self._diverging = True
-        self._diverge_again = True
+        self._lagging: set[str] = set()  # requests that wait until vLLM asks without divergence (see `_state_lags`)
         self._tracks: dict[str, Track] = {}
         self._held: dict[int, Held] = {}  # by save job
         self._held_blocks = 0
@@ -223,22 +222,24 @@ class SchedulerHalf:
     @property
     def supports_divergence(self) -> bool:
         """Whether vLLM may report attention it still holds although the state there is gone (see `_state_lags`)."""
-        return self._may_diverge and self._diverging
+        return self._may_diverge and not self._lagging
 
     def _state_lags(self, request: Request, end_tokens: int) -> bool:
         """Whether the engine holds attention up to our hit or beyond, but the state only we have.
 
         vLLM can take a state only together with at least one external token, and would throw its attention hit away.
-        So for one step we do not support divergence: vLLM then reports what all its groups hold, and we load the rest.
+        So we do not support divergence until that request has its blocks: vLLM then reports what all its groups hold,
+        and we load the rest. Not only for the next step: on a full engine others would take the room each time.
         """
         if not self.supports_divergence or self._manager is None:
             return False
         if self._manager.get_computed_blocks(request)[1] >= end_tokens:
             return False
-        self._diverging = self._diverge_again = False
+        self._lagging.add(request.request_id)
         return True
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        self._lagging.discard(request.request_id)
         track = self._tracks.get(request.request_id)
         if track is None or track.is_loading:
             return
@@ -280,7 +281,6 @@ class SchedulerHalf:
     # ---- one step
 
     def build_metadata(self, output: SchedulerOutput) -> Metadata:
-        self._diverging, self._diverge_again = self._diverge_again, True
         self._asking.step_launched(output.total_num_scheduled_tokens)
         saves: list[SaveJob] = []
         is_planned = False
@@ -482,6 +482,7 @@ class SchedulerHalf:
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Handoff | None:
         """The request is over. A prefill for another engine answers what that engine is to be told."""
+        self._lagging.discard(request.request_id)
         track = self._tracks.pop(request.request_id, None)
         if track is None:
             return None

@@ -67,6 +67,32 @@ def test_attention_without_its_state_is_taken_only_where_all_of_it_is_there(
     assert half(*groups).supports_divergence is is_supported
 
 
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_request_whose_state_only_we_have_is_not_overtaken_for_ever(
+    half: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, is_aborted: bool
+) -> None:
+    """vLLM must ask about it without divergence. If that were for one step, and others took the room in it, it would be
+    put off again when there is room the next time, and so on."""
+    from kvtally.vllm.inquiry import Answer
+
+    made, asked = half(FULL, RECURRENT), request()
+    made._manager.get_computed_blocks = lambda _: (None, 0, 0)  # without a state nothing of it counts
+    lease = SimpleNamespace(is_live=True, share=lambda: None, outcome=None)
+    answer = Answer(2 * CHUNK, [CHUNK, 2 * CHUNK], lease, "", 0.0)  # type: ignore[arg-type]
+    monkeypatch.setattr(made._asking, "answer", lambda track: answer)
+    made.on_new_request(asked)
+    assert made.matched_tokens(asked, 3 * CHUNK) == (None, False)  # vLLM holds that much attention
+    for _ in range(3):  # steps in which vLLM does not come to it
+        made.build_metadata(step({}))
+        assert not made.supports_divergence
+    if is_aborted:
+        made.finished(asked, ())
+    else:
+        assert made.matched_tokens(asked, 0) == (2 * CHUNK, True)
+        made.after_alloc(asked, SimpleNamespace(get_block_ids=lambda group_ids: ([1], [2])), 2 * CHUNK)
+    assert made.supports_divergence
+
+
 def test_what_vllm_holds_of_full_attention_says_nothing_about_a_window() -> None:
     """Why: vLLM counts the full attention it holds, and hands out window blocks below that which hold nothing. We load
     from its count on, so nobody would ever write them."""
