@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,9 +108,14 @@ def test_a_repeat_needs_no_prefill_and_the_next_turn_goes_on(up: Deployment) -> 
     assert int(turn.told["reused-tokens"]) >= len(prompt)
 
 
+def words(count: int, seed: int) -> str:
+    """Four tokens each, but the last."""
+    return " ".join(str(number) for number in random.Random(seed).choices(range(100, 1000), k=count))
+
+
 def test_a_chat_is_handed_over_as_the_tokens_that_prefill_saw(up: Deployment) -> None:
-    text = " ".join(str(number) for number in random.Random(60).choices(range(100, 1000), k=120))
-    chat = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0}
+    messages = [{"role": "user", "content": words(120, 60)}]
+    chat = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0}
     chat |= {"ignore_eos": True, "logprobs": True, "return_tokens_as_token_ids": True}
     alone = up.chat(up.decode, {**chat, "cache_salt": "alone"})
     answer = up.chat(up.router, chat)
@@ -234,3 +240,21 @@ def test_nothing_is_left_leased(up: Deployment) -> None:
                 break
             assert time.monotonic() < deadline, f"{leases} leases are open"
             time.sleep(0.2)
+
+
+def test_of_short_questions_behind_one_long_text_decode_computes_the_question_at_most(
+    tiny_model: Callable[[Recipe, int], Model], tmp_path: Path
+) -> None:
+    """Of a model with states, attention is all that decode holds of the text: left alone, it would compute again what
+    lies behind the last state in it."""
+    chat = {"model": "tiny", "max_tokens": 2, "temperature": 0, "logprobs": True, "return_tokens_as_token_ids": True}
+    text = {"role": "user", "content": words(288, 70)}
+    up = Deployment(tiny_model(GDN, 0), tmp_path, router={"prefill_from": 64, "receipt_wait": 5_000})
+    try:
+        up.wait_ready()
+        for number, length in enumerate((40, 5, 5, 5)):
+            question = {"role": "user", "content": words(length, 71 + number)}
+            told = up.chat(up.router, {**chat, "messages": [text, question]}).told
+            assert int(told["computed-tokens"]) <= 4 * 5, (number, told)
+    finally:
+        up.close()
