@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
@@ -22,8 +21,8 @@ from vllm.v1.request import RequestStatus
 
 from kvtally.core.geometry import NULL_BLOCK, chunk_block_range
 from kvtally.core.namespace import GroupKind
-from kvtally.core.receipts import Half, Role
-from kvtally.vllm.asking import Asking, Question
+from kvtally.core.receipts import Role
+from kvtally.vllm.asking import Asking
 from kvtally.vllm.events import SaveEvents
 from kvtally.vllm.handoff import Handoff, handoff_of, shorten_for_prefill
 from kvtally.vllm.identity import Adapters
@@ -32,6 +31,7 @@ from kvtally.vllm.layout import EngineLayout
 from kvtally.vllm.meta import LoadJob, LoadReport, Metadata, SaveItem, SaveJob, WorkerReport
 from kvtally.vllm.path import Boundary, Path, extras_of
 from kvtally.vllm.tally import MISSES, SAVES, TOKENS, Tally
+from kvtally.vllm.track import Track
 from kvtally.wire.messages import MissReason
 
 if TYPE_CHECKING:
@@ -46,29 +46,6 @@ log = logging.getLogger("kvtally.vllm")
 # nothing, the engine must not run out of them.
 MOST_HELD = 1 / 4
 MOST_EXPIRED = 4  # leases of a request that end before there is room for it; then it is computed
-
-
-@dataclass(slots=True, eq=False)
-class Track(Question):
-    """One request on its way through the engine."""
-
-    prompt_tokens: int = 0  # of the request as it came: a prefill for somebody else computes one less
-    may_save: bool = False  # whether its KV is what its name says, for others to reuse
-    has_failed: bool = False  # a load failed: never promise this request anything again
-    load: LoadJob | None = None
-    is_loading: bool = False
-    is_counted: bool = False  # whether what was loaded is in the tally
-    saved_chunks: int = 0  # chunks that are in the store already or on their way there
-    tail_saved: bool = False
-    preemptions: int = 0  # how many the request had when it was last asked about
-    expired: int = 0  # leases of it that ended before it could be loaded
-    local_tokens: int = 0
-    external_tokens: int = 0
-    disk_tokens: int = 0
-    report: LoadReport = field(default_factory=LoadReport)
-    lost: str = ""  # why something of it could not be saved
-    promised: Half | None = None  # what was filed of a hand-off whose bytes were still being saved
-    is_filed: bool = False  # its half of the receipt is on its way
 
 
 class Held(NamedTuple):
@@ -558,7 +535,7 @@ class SchedulerHalf:
             state="pending" if saved else "",
             reason="" if saved else track.lost or MissReason.REFUSED,
         )
-        half = structs.replace(self._half(track, Role.PREFILL), saved_tokens=saved, chain=chain, reason=answer.reason)
+        half = structs.replace(track.half(Role.PREFILL), saved_tokens=saved, chain=chain, reason=answer.reason)
         track.promised = half if saved else None
         self._inquiries.file(handoff.ticket, half)
         return answer
@@ -575,27 +552,4 @@ class SchedulerHalf:
         if not track.is_filed:
             track.is_filed = True
             ticket = track.handoff.ticket if track.handoff is not None else track.request.request_id
-            self._inquiries.file(ticket, self._half(track, Role.DECODE))
-
-    def _half(self, track: Track, role: Role) -> Half:
-        reused = track.local_tokens + track.external_tokens
-        weighed = track.answer
-        return Half(
-            role=role,
-            request=track.request.request_id,
-            prompt_tokens=track.prompt_tokens,
-            tokens_gpu=track.local_tokens,
-            tokens_host=track.external_tokens - track.disk_tokens,
-            tokens_disk=track.disk_tokens,
-            computed_tokens=max(0, track.request.num_prompt_tokens - reused),
-            moved_bytes=track.report.moved_bytes,
-            wait_ms=track.wait_s * 1e3,
-            load_ms=track.report.seconds * 1e3,
-            verified=track.external_tokens > 0 and track.report.verified,
-            reason=track.reason,
-            exposed_ms=track.exposed_s * 1e3,
-            left_tokens=weighed.left_tokens if weighed is not None else 0,
-            load_estimate_ms=weighed.load_ms if weighed is not None else 0.0,
-            compute_estimate_ms=weighed.compute_ms if weighed is not None else 0.0,
-            holds_beginnings=not self._has_states,
-        )
+            self._inquiries.file(ticket, track.half(Role.DECODE, holds_beginnings=not self._has_states))
