@@ -19,6 +19,7 @@ from kvtally.verify.reasons import Explained, explain
 TOLERANCE = 1e-3  # of a logprob, where the very same arithmetic was done
 _LEFT_OUT = frozenset(Skip) - {Skip.HELD}
 MARGIN = 2.0  # times what the engine itself deviates by: other pieces, other rounding
+LOOSE = 1.0  # an engine that deviates from itself by more: nearly any answer would be taken for its own
 
 
 class Outcome(StrEnum):
@@ -167,6 +168,9 @@ def judge(observations: Sequence[Observation], setting: Setting) -> Report:
         )
     problems = _gather(observations, lambda seen: _problem(seen, setting), is_problem=True)
     notes = _gather(observations, lambda seen: _note(seen, setting), is_problem=False)
+    loose = [f"{seen.case}, {seen.turn}" for seen in observations if not seen.is_same_arithmetic]
+    if setting.own_deviation > LOOSE and loose:
+        notes.append(_says_little(setting, loose))
     expected = [seen for seen in observations if seen.told is not None and _is_expected(seen, setting)]
     real = [seen.told for seen in expected if seen.told is not None and not _problem(seen, setting)]
     reused = [told for told in real if told.reused_tokens]
@@ -292,6 +296,15 @@ def _nothing_reused(setting: Setting) -> Finding:
     else:
         what, remedy = "no prompt was reused when it came again", "Look at `kvtally receipts` for the reasons."
     return Finding(what=what, remedy=remedy, requests=[])
+
+
+def _says_little(setting: Setting, requests: list[str]) -> Finding:
+    what = (
+        f"the engine's own logprobs differ by {setting.own_deviation:.2g} where tokens are computed at once and in "
+        "pieces: that answers agree says little then, receipts and counters are what is left"
+    )
+    remedy = "See whether this engine answers well without reuse; with --dtype float32 it should agree with itself."
+    return Finding(what=what, remedy=remedy, requests=requests, is_problem=False)
 
 
 def _gather(

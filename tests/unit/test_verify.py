@@ -288,6 +288,16 @@ def test_the_tolerance_grows_with_the_engines_own_deviation_unless_the_arithmeti
     assert tolerance(0.1, is_same_arithmetic=True) == 1e-3
 
 
+def test_an_engine_that_does_not_agree_with_itself_is_a_weak_witness() -> None:
+    """Nearly any answer would do: whoever reads PROVED is to know that."""
+    steady, unsteady = (msgspec.structs.replace(PD, own_deviation=own) for own in (0.5, 3.0))
+    assert judge([seen()], steady).findings == []
+    assert judge([seen(is_same_arithmetic=True)], unsteady).findings == []  # held to the tightest tolerance
+    report = judge([seen()], unsteady)
+    assert (report.outcome, [finding.is_problem for finding in report.findings]) == (Outcome.PROVED, [False])
+    assert "differ by 3 " in report.findings[0].what
+
+
 # ---- the probes
 
 
