@@ -47,23 +47,28 @@ _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _arenas: weakref.WeakKeyDictionary[mmap.mmap, weakref.finalize[..., mmap.mmap]] = weakref.WeakKeyDictionary()
 
 
+Targets = tuple[tuple[socket.AddressFamily, str | tuple[object, ...]], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """Where a store is, and what it takes to be let in."""
 
     address: str  # as it was given, for people
-    targets: tuple[tuple[socket.AddressFamily, str | tuple[object, ...]], ...]
+    targets: Targets
     token: str = field(default="", repr=False)
     tls: ssl.SSLContext | None = None
-    host: str = ""
+    host: str = ""  # empty: on this machine, by its socket's path
+    port: int = 0
 
     @property
     def shares_memory(self) -> bool:
-        return self.targets[0][0] == socket.AF_UNIX
+        return not self.host
 
 
-def endpoint(address: str, *, token: str = "", ca_file: str = "") -> Endpoint:
-    """Read an address. Raises ConfigError KV-102 for one that cannot work."""
+def endpoint(address: str, *, token: str = "", ca_file: str = "", must_resolve: bool = True) -> Endpoint:
+    """Read an address. Raises ConfigError KV-102 for one that cannot work. Nor does a name that leads nowhere, unless
+    whoever connects looks for it again: then it has no targets yet."""
     if not address.startswith("tcp://"):
         path = address.removeprefix("unix:")
         if not path or "://" in path or "\0" in path:
@@ -71,19 +76,18 @@ def endpoint(address: str, *, token: str = "", ca_file: str = "") -> Endpoint:
         if len(os.fsencode(path)) > LONGEST_PATH_BYTES:
             raise _bad_address(address, f"a socket's path has at most {LONGEST_PATH_BYTES} bytes")
         return Endpoint(address=address, targets=((socket.AF_UNIX, path),))
+    targets: Targets = ()
     try:
         host, port = split_address(address.removeprefix("tcp://"))
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         tls = ssl.create_default_context(cafile=ca_file) if ca_file else None
-    except (ValueError, OSError) as error:  # malformed, unknown host, or an authority file that cannot be read
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        targets = tuple((family, target) for family, _, _, _, target in found)
+    except socket.gaierror as error:
+        if must_resolve:
+            raise _bad_address(address, str(error)) from error
+    except (ValueError, OSError) as error:  # malformed, or an authority file that cannot be read
         raise _bad_address(address, str(error)) from error
-    return Endpoint(
-        address=address,
-        targets=tuple((family, target) for family, _, _, _, target in found),
-        token=token,
-        tls=tls,
-        host=host,
-    )
+    return Endpoint(address=address, targets=targets, token=token, tls=tls, host=host, port=port)
 
 
 class Connection:

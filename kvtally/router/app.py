@@ -195,7 +195,9 @@ async def running(config: RouterConfig, *, log_descriptor: int = 1, stop_s: floa
     has_receipts = FLAVOURS[config.flavour].has_receipts
     addresses = sorted({member.instance.store for member in pool.decode.members}) if has_receipts else []
     readers = {
-        address: StoreReader(endpoint(address, token=config.token, ca_file=config.store_ca)) for address in addresses
+        # A name that leads nowhere yet is looked up again: the router serves without a store, too.
+        address: StoreReader(endpoint(address, token=config.token, ca_file=config.store_ca, must_resolve=False))
+        for address in addresses
     }
     tenants = Tenants(load_secret(Path(config.salt_file)), header=config.tenant_header)
     listener = _listen(config.listen)

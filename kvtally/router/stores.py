@@ -18,7 +18,7 @@ import random
 import socket
 from typing import NamedTuple, cast
 
-from kvtally.connection import Endpoint, answer_greeting, check_owner
+from kvtally.connection import Endpoint, Targets, answer_greeting, check_owner
 from kvtally.core.receipts import Receipt
 from kvtally.errors import IncompatibleError, KVTallyError, TransportError
 from kvtally.wire.frames import encode, reply_reader
@@ -118,16 +118,19 @@ class StoreReader:
                     return await self._connect_to(*target)
         return await self._connect_to(*last)
 
-    async def _targets(self) -> tuple[tuple[socket.AddressFamily, str | tuple[object, ...]], ...]:
+    async def _targets(self) -> Targets:
         """Where the store is: one that comes back on another machine has the same name, and another address."""
-        if self.endpoint.host:
-            port = cast("tuple[str, int]", self.endpoint.targets[0][1])[1]
-            with contextlib.suppress(OSError):  # then it is looked for where it was; a TimeoutError is one
+        known = self.endpoint
+        if known.host:
+            try:
                 async with asyncio.timeout(RESOLVE_S):
                     loop = asyncio.get_running_loop()
-                    found = await loop.getaddrinfo(self.endpoint.host, port, type=socket.SOCK_STREAM)
+                    found = await loop.getaddrinfo(known.host, known.port, type=socket.SOCK_STREAM)
                     return tuple((family, target) for family, _, _, _, target in found)
-        return self.endpoint.targets
+            except OSError:  # a TimeoutError is one; then it is looked for where it was
+                if not known.targets:
+                    raise
+        return known.targets
 
     async def _connect_to(
         self, family: socket.AddressFamily, target: str | tuple[object, ...]

@@ -16,7 +16,7 @@ import pytest
 from kvtally.client import StoreClient
 from kvtally.connection import Endpoint, check_owner, endpoint
 from kvtally.core.receipts import Half, Role
-from kvtally.errors import IncompatibleError
+from kvtally.errors import ConfigError, IncompatibleError
 from kvtally.router.stores import Answer, StoreReader
 from kvtally.wire.frames import encode
 from kvtally.wire.limits import Limits
@@ -168,9 +168,40 @@ def test_a_store_that_moved_is_found_by_its_name(tmp_path: Path, host: str) -> N
     async def test() -> None:
         with a_store(tmp_path, tcp="127.0.0.1:0", token=TOKEN) as (running, _):
             where = ("127.0.0.2" if host == "localhost" else "127.0.0.1", running.server.tcp_port)
-            known = Endpoint(address="it", targets=((socket.AF_INET, where),), token=TOKEN, host=host)
+            port = running.server.tcp_port
+            known = Endpoint(address="it", targets=((socket.AF_INET, where),), token=TOKEN, host=host, port=port)
             async with reading(known) as reader:
                 await connected(reader)
+
+    run(test)
+
+
+def test_a_store_whose_name_leads_nowhere_yet_is_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router starts all the same: it is there for its clients, with receipts or without."""
+
+    def nowhere(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    async def test() -> None:
+        with a_store(tmp_path, tcp="127.0.0.1:0", token=TOKEN) as (running, _):
+            port = running.server.tcp_port
+            with monkeypatch.context() as patched:
+                patched.setattr(socket, "getaddrinfo", nowhere)
+                with pytest.raises(ConfigError, match="Name or service not known"):
+                    endpoint(f"tcp://localhost:{port}", token=TOKEN)
+                known, lost = (
+                    endpoint(f"tcp://{host}:{port}", token=TOKEN, must_resolve=False)
+                    for host in ("localhost", "no.such.name.invalid")
+                )
+            assert known.targets == lost.targets == ()
+            assert not known.shares_memory
+            async with reading(known) as reader:
+                await connected(reader)
+            async with reading(lost) as reader, asyncio.timeout(SOON_S):
+                await reader.tried.wait()
+                assert reader.problem == "store_unreachable"
 
     run(test)
 
