@@ -168,9 +168,7 @@ def judge(observations: Sequence[Observation], setting: Setting) -> Report:
         )
     problems = _gather(observations, lambda seen: _problem(seen, setting), is_problem=True)
     notes = _gather(observations, lambda seen: _note(seen, setting), is_problem=False)
-    loose = [f"{seen.case}, {seen.turn}" for seen in observations if not seen.is_same_arithmetic]
-    if setting.own_deviation > LOOSE and loose:
-        notes.append(_says_little(setting, loose))
+    notes += _gather(observations, lambda seen: _weakness(seen, setting), is_problem=False)
     expected = [seen for seen in observations if seen.told is not None and _is_expected(seen, setting)]
     real = [seen.told for seen in expected if seen.told is not None and not _problem(seen, setting)]
     reused = [told for told in real if told.reused_tokens]
@@ -298,13 +296,15 @@ def _nothing_reused(setting: Setting) -> Finding:
     return Finding(what=what, remedy=remedy, requests=[])
 
 
-def _says_little(setting: Setting, requests: list[str]) -> Finding:
-    what = (
+def _weakness(seen: Observation, setting: Setting) -> Explained | None:
+    """Why this answer is a weak witness, even if it is equal."""
+    if seen.is_same_arithmetic or setting.own_deviation <= LOOSE:
+        return None
+    return Explained(
         f"the engine's own logprobs differ by {setting.own_deviation:.2g} where tokens are computed at once and in "
-        "pieces: that answers agree says little then, receipts and counters are what is left"
+        "pieces: that answers agree says little then, receipts and counters are what is left",
+        "See whether this engine answers well without reuse; with --dtype float32 it should agree with itself.",
     )
-    remedy = "See whether this engine answers well without reuse; with --dtype float32 it should agree with itself."
-    return Finding(what=what, remedy=remedy, requests=requests, is_problem=False)
 
 
 def _gather(

@@ -138,11 +138,13 @@ def _image_settings(multimodal: MultiModalConfig | None) -> dict[str, object]:
     """How images and the like become embeddings, as far as the engine is told: vLLM names an item by its content and by
     what its request says, not by this."""
     told: dict[str, object] = {}
-    if multimodal is not None and multimodal.mm_processor_kwargs:
+    if multimodal is None:
+        return told
+    if multimodal.mm_processor_kwargs:
         told["processor"] = multimodal.mm_processor_kwargs
-    if multimodal is not None and multimodal.mm_encoder_attn_dtype:
+    if multimodal.mm_encoder_attn_dtype:
         told["encoder"] = [multimodal.mm_encoder_attn_dtype, multimodal.mm_encoder_fp8_scale_path]
-    if multimodal is not None and multimodal.video_pruning_rate:
+    if multimodal.video_pruning_rate:
         told["pruning"] = [multimodal.video_pruning_rate, multimodal.video_pruning_method]
     return told
 

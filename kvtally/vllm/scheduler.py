@@ -337,9 +337,10 @@ class SchedulerHalf:
         return track.inquiry is None or track.inquiry.path_ready
 
     def _is_tail_due(self, track: Track, computed_end: int) -> bool:
+        """Of a prefill for another engine it never is: the end that it hands over is saved as one."""
         prompt = track.request.num_prompt_tokens
         if track.tail_saved or computed_end < prompt or self._has_states or track.is_prefill:
-            return False  # a hand-off's end is saved as one
+            return False
         return (prompt - 1) % self._layout.namespace.chunk_tokens > 0
 
     def _tail_items(self, track: Track, computed_end: int, tables: Sequence[Sequence[int]]) -> list[SaveItem]:
