@@ -13,7 +13,7 @@ something else by that number. Memory stays mapped while a view of it exists: a 
 
 Neighbours: `link` (calls, deadlines, reconnecting), `handles` (what replies become), `device` (copies).
 Threading: one thread at a time. Copies may run elsewhere: take `pieces` and `seed` of a handle, call `device`, and hand
-the checksum back here (`accept`, `put_end`).
+the checksum back here (`accept`, `put_end`); without a checksum, `confirm` the lease after the copy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,17 @@ from kvtally.core.namespace import Namespace, canonical
 from kvtally.core.receipts import Half
 from kvtally.device import cpu
 from kvtally.errors import IncompatibleError
-from kvtally.handles import Lease, Put, ReadSlot, SharedLease, lease_of, puts_of, read_slots_of, reason_of
+from kvtally.handles import (
+    Lease,
+    Put,
+    ReadSlot,
+    SharedLease,
+    confirmed,
+    lease_of,
+    puts_of,
+    read_slots_of,
+    reason_of,
+)
 from kvtally.link import SPIN_NS, Call, Introduction, Link, Miss, Session, miss_of
 from kvtally.shm import Mapping
 from kvtally.wire.limits import Limits
@@ -42,6 +52,7 @@ from kvtally.wire.messages import (
     Done,
     Found,
     Lookup,
+    NO_RANK,
     MissReason,
     Ping,
     PutBegin,
@@ -249,7 +260,7 @@ class StoreClient:
         if verify is None:
             verify = lease.session.verify_reads
         checksum = cpu.load_object(slot.pieces, memory, runs, slot.seed if verify else None)
-        return self.accept(slot, checksum) or slot.length_bytes
+        return self._judge(slot, checksum) or slot.length_bytes
 
     def read_all(
         self, slots: Sequence[ReadSlot], memories: Sequence[cpu.Memory], *, verify: bool | None = None
@@ -270,25 +281,36 @@ class StoreClient:
                 return self._count(Miss(MissReason.LEASE_EXPIRED))
             whole = [(memory, slot.pieces) for slot, memory in zip(slots, memories, strict=True)]
             cpu.move_all(whole, into_slots=False)
-            missed = self.accept(slots[-1], None)
+            missed = self._judge(slots[-1], None)
             if missed is not None:
                 return missed
         return sum(slot.length_bytes for slot in slots)
 
-    def accept(self, slot: ReadSlot, checksum: int | None) -> Miss | None:
-        """Judge a copy by what it added up to: a Miss where its bytes must not be used.
+    def accept(self, slot: ReadSlot, checksum: int) -> Miss | None:
+        """Judge a copy by its checksum: a Miss where its bytes must not be used.
 
-        Unverified bytes (None) are accepted only while the lease stands. Those that did verify are right whatever
-        became of the lease; those that did not condemn the object only if nobody else was allowed to write there.
+        Bytes that match are right whatever became of the lease. Bytes that do not match condemn the object only while
+        the lease stands: after that, somebody else may have been allowed to write there.
         """
-        if checksum is None:
-            self._link.poll()
-        if checksum == slot.checksum or (checksum is None and slot.lease.is_live):
+        if checksum == slot.checksum:
             return None
         if not slot.lease.is_live:
             return self._count(Miss(MissReason.LEASE_EXPIRED))
         slot.lease.bad.append((slot.lease.id, slot.index, slot.key.group, slot.key.rank))
         return self._count(Miss(MissReason.CHECKSUM, f"group {slot.key.group}, rank {slot.key.rank} [KV-401]"))
+
+    def confirm(self, lease: Lease, *, timeout_s: float | None = None) -> Call[Lease]:
+        """Ask, after a copy without checksums, whether the lease still stands: only then are those bytes right.
+
+        A session knows when its own lease ended. An adopted lease ends with the session that was given it, which this
+        one never hears of, so the store is asked.
+        """
+        self._link.poll()
+        if not lease.is_live:
+            return self._link.answered(Miss(MissReason.LEASE_EXPIRED))
+        if lease.is_own:
+            return self._link.answered(lease)
+        return self._submit(SlotsGet(0, lease.id, NO_RANK), lambda reply: confirmed(lease, reply), timeout_s)
 
     def release(self, leases: Iterable[Lease], *, timeout_s: float | None = None) -> Call[Done]:
         """Give leases back, and report which of their objects did not verify. What is lost already needs no release."""
@@ -421,6 +443,13 @@ class StoreClient:
         return self._submit(Reset(0, digest), _expect(ResetDone), timeout_s)
 
     # ---- requests and replies
+
+    def _judge(self, slot: ReadSlot, checksum: int | None) -> Miss | None:
+        """`accept` what was hashed; of what was not, have the lease confirmed."""
+        if checksum is not None:
+            return self.accept(slot, checksum)
+        standing = self.confirm(slot.lease).wait()
+        return standing if isinstance(standing, Miss) else None
 
     def _submit(
         self,

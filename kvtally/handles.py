@@ -134,6 +134,13 @@ def read_slots_of(lease: Lease, namespace: bytes, rank: int, reply: Reply) -> li
     return sound if len(sound) == len(slots) else None
 
 
+def confirmed(lease: Lease, reply: Reply) -> Lease | Miss | None:
+    """The lease, if the store says that it stands."""
+    if not isinstance(reply, Slots):
+        return None
+    return Miss(reason_of(reply.reason, MissReason.LEASE_EXPIRED)) if reply.reason else lease
+
+
 def _read_slot(lease: Lease, namespace: bytes, rank: int, slot: Slot) -> ReadSlot | None:
     start = slot.index * CHAIN_BYTES
     pieces = _views(lease.session, slot.pieces, slot.length_bytes)

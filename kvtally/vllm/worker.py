@@ -300,13 +300,16 @@ class WorkerHalf:
         checksums = yield from self._device.load(self._memory, moves(), fence)
         if not is_covered:
             return LoadReport(reason=MissReason.ABSENT)  # less than was promised: no block is left unwritten
-        landed = list(zip(wanted, checksums, strict=True))
-        for slot, checksum in landed if is_verified else landed[-1:]:  # all share one lease
+        if not is_verified:  # then only the lease says that nobody else wrote there during the copy
+            standing = yield from _answer(client, client.confirm(lease))
+            return LoadReport(reason=standing.reason) if isinstance(standing, Miss) else LoadReport(moved_bytes)
+        for slot, checksum in zip(wanted, checksums, strict=True):
+            assert checksum is not None  # each move had a seed
             missed = client.accept(slot, checksum)
             if missed is not None:
                 client.release([lease])  # reports what did not verify
                 return LoadReport(reason=missed.reason)
-        return LoadReport(moved_bytes, verified=is_verified)
+        return LoadReport(moved_bytes, verified=True)
 
     def _targets(self, job: LoadJob, index: int, group: int) -> tuple[list[int], int]:
         """The blocks that this object is to be written to, and how many of its leading blocks are not. None where the

@@ -165,9 +165,12 @@ class Wanted(Message, frozen=True, tag="wanted"):
     prefill_tokens_s: int = 0  # as in Lookup
 
 
+NO_RANK = -1
+
+
 class SlotsGet(Message, frozen=True, tag="slots_get"):
     """Where the leased objects of one rank lie. Any session of the same namespace may ask (a worker for its
-    scheduler).
+    scheduler). With `NO_RANK` the answer lists no slots: it only says whether the lease stands.
     """
 
     id: int

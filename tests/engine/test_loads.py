@@ -252,3 +252,46 @@ def test_what_the_store_refuses_is_said_once(scene: Scene, caplog: pytest.LogCap
     said = [record.getMessage() for record in caplog.records if "refuses" in record.getMessage()]
     assert len(said) == 1
     assert "malformed boundary" in said[0]
+
+
+@pytest.mark.parametrize("verify_reads", [True, False], ids=["verified", "unverified"])
+@pytest.mark.parametrize("loses", [False, True], ids=["lease stands", "lease lost"])
+def test_a_lease_that_is_lost_during_the_copy_is_no_load(bench: Bench, verify_reads: bool, loses: bool) -> None:
+    """The scheduler's connection goes, its lease with it, and other bytes take the slots before the copy."""
+    running = bench.start(verify_reads=verify_reads, memory_bytes=1024 * 1024)
+    scene = Scene(str(bench.path))
+
+    class Held:
+        """The processor's copies, with something happening between the store's answer and the first of them."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(cpu, name)
+
+        def load(self, *arguments: Any) -> Any:
+            if loses:
+                scene.scheduler.close()
+                eventually(lambda: running.stats("leases", "open") == 0)
+                overwrite(str(bench.path))
+            return (yield from cpu.load(*arguments))
+
+    scene.worker._device = Held()  # type: ignore[assignment]
+    try:
+        report = scene.load(scene.lease())
+        is_right = scene.landed.tobytes() == scene.content.tobytes()
+        assert is_right != loses  # bytes moved; the wrong ones, if the lease was lost
+        assert (report.reason == "lease_expired", report.verified) == (
+            (True, False) if loses and not verify_reads else (False, verify_reads and not loses)
+        )
+        assert bool(report.reason) == loses
+    finally:
+        scene.close()
+
+
+def overwrite(path: str) -> None:
+    """Fill a store of 1 MiB with other bytes, twice over."""
+    with StoreClient(path, namespace=DENSE) as other:
+        for number in range(8):
+            tokens = TokenPath(CHUNK, Extras())
+            tokens.extend([1000 + number] * CHUNK, CHUNK)
+            item = PutObject(*tokens.chunk(0), 0, 0, 256 * 1024)
+            assert other.put([(item, bytes([255]) * 256 * 1024)], timeout_s=30) == [PutStatus.WRITE]

@@ -240,9 +240,9 @@ def test_unverified_bytes_count_only_while_the_lease_stands(world: World) -> Non
     client.put(objects(1))
     lease = held(client, Lookup(0, QUESTION.chains, QUESTION.ends, 599, lease_ms=200))
     (slot,) = slots_of(client, lease)
-    assert client.accept(slot, None) is None
+    assert client.confirm(lease).wait() is lease
     until(client, lambda: not lease.is_live)
-    missed(client.accept(slot, None), MissReason.LEASE_EXPIRED)
+    missed(client.confirm(lease).wait(), MissReason.LEASE_EXPIRED)
     missed(client.accept(slot, slot.checksum + 1), MissReason.LEASE_EXPIRED)  # and nobody is blamed
     assert lease.bad == []
     assert client.accept(slot, slot.checksum) is None  # what verified is right, lease or not
@@ -399,6 +399,29 @@ def test_without_verification_slots_are_asked_for(world: World) -> None:
     assert lease.found.slots
     worker.slots(worker.adopt(lease.share())).wait()
     assert store.take(SlotsGet).lease == lease.id
+
+
+def test_an_adopted_lease_that_ended_during_an_unverified_copy_is_a_miss(world: World) -> None:
+    """The scheduler lost its connection, and its lease with it. Its worker does not hear of that, so it asks."""
+    store = world.store()
+    store.verify_reads = False
+    scheduler, worker = world.client(), world.client()
+    scheduler.put(objects(1))
+    worker.connect()
+    shared = held(scheduler).share()
+    adopted = worker.adopt(shared)
+    (slot,) = slots_of(worker, adopted)
+    target = bytearray(OBJECT_BYTES)
+    assert worker.read(slot, target) == OBJECT_BYTES
+    assert worker.confirm(adopted).wait() is adopted
+    del store._lookups[shared.id]
+    assert adopted.is_live  # as far as the worker knows
+    missed(worker.read(slot, target), MissReason.LEASE_EXPIRED)
+    missed(worker.read_all([slot], [target]), MissReason.LEASE_EXPIRED)
+    missed(worker.confirm(adopted).wait(), MissReason.LEASE_EXPIRED)
+    assert worker.read(slot, target, verify=True) == OBJECT_BYTES  # what verifies is right, lease or not
+    store.on[SlotsGet] = lambda request: [Done(request.id)]  # which answers no such question
+    missed(worker.confirm(adopted).wait(), MissReason.STORE_UNREACHABLE)
 
 
 def test_a_lease_of_another_store_is_not_adopted(world: World) -> None:
