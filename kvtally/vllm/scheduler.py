@@ -31,7 +31,7 @@ from kvtally.vllm.layout import EngineLayout
 from kvtally.vllm.meta import LoadJob, LoadReport, Metadata, SaveItem, SaveJob, WorkerReport
 from kvtally.vllm.path import Boundary, Path, extras_of
 from kvtally.vllm.tally import MISSES, SAVES, TOKENS, Tally
-from kvtally.vllm.track import Track
+from kvtally.vllm.track import Life, Track
 from kvtally.wire.messages import MissReason
 
 if TYPE_CHECKING:
@@ -144,46 +144,57 @@ class SchedulerHalf:
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond `computed_tokens` may be loaded; None while that is not known yet."""
-        track = self._tracks.get(request.request_id)
-        if track is None or track.has_failed:
+        track = self._current(request.request_id)
+        if track is None or track.failure:
             return 0, False
-        if request.num_preemptions > track.preemptions and not track.is_loading:  # a new life: ask again
-            self._let_go(track)
-            track.preemptions = request.num_preemptions
-            self._asking.again(track)
+        life = track.life
         # Where the engine's own cache covers nearly all, nobody waits for the store. (With recurrent states that is
         # not known here: what vLLM counts as computed may be attention without its state.)
         is_covered = not self._has_states and self._asking.is_trifle(track, request.num_tokens - 1 - computed_tokens)
         if is_covered and self._asking.leave(track, is_saved=self._saves):
             known = computed_tokens // self._layout.namespace.chunk_tokens
-            track.saved_chunks = max(track.saved_chunks, known)  # they were saved when they were computed
+            life.saved_chunks = max(life.saved_chunks, known)  # they were saved when they were computed
             return 0, False
         if not is_covered and self._asking.come_back(track):
-            track.saved_chunks = 0  # what the engine has forgotten, the store may have forgotten too
-        if track.answer is None:
+            life.saved_chunks = 0  # what the engine has forgotten, the store may have forgotten too
+        if life.answer is None:
             answer = self._asking.answer(track)
             if answer is None:
                 time.sleep(0)  # let the inquiry thread have the interpreter: an idle scheduler asks in a tight loop
                 return None, False
-            track.answer = answer
+            life.answer = answer
             known = answer.end_tokens // self._layout.namespace.chunk_tokens
-            track.saved_chunks = max(track.saved_chunks, known)
-        self._ask_for_state(request, track.answer)
-        lease = track.answer.lease
+            life.saved_chunks = max(life.saved_chunks, known)
+        self._ask_for_state(request, life.answer)
+        lease = life.answer.lease
         if lease is not None and not lease.is_live:  # there was no room for it for so long, or the store is gone
-            self._let_go(track)
+            self._let_go(life)
             if lease.session.alive and track.expired < MOST_EXPIRED:
                 track.expired += 1
                 self._asking.again(track)
                 return self.matched_tokens(request, computed_tokens)
-            track.reason = MissReason.LEASE_EXPIRED if lease.session.alive else MissReason.STORE_UNREACHABLE
-            self.tally.count(MISSES, track.reason)
+            life.reason = MissReason.LEASE_EXPIRED if lease.session.alive else MissReason.STORE_UNREACHABLE
+            self.tally.count(MISSES, life.reason)
         if lease is None or not lease.is_live or is_covered:
             return 0, False
-        external = track.answer.end_tokens - computed_tokens
+        external = life.answer.end_tokens - computed_tokens
         if external > 0:
             return external, True
-        return (None, False) if self._state_lags(request, track.answer.end_tokens) else (0, False)
+        return (None, False) if self._state_lags(request, life.answer.end_tokens) else (0, False)
+
+    def _current(self, request_id: str) -> Track | None:
+        """The request, in the life that vLLM is in: if it has been preempted since, a new one begins here.
+
+        A half of the receipt that was filed stands, because its life gave the first token: vLLM delivers a token that
+        was in flight, too, unless it says that it drops it.
+        """
+        track = self._tracks.get(request_id)
+        if track is not None and track.request.num_preemptions > track.life.number:
+            self._let_go(track.life)
+            self._asking.start_over(track)
+            if track.request.drop_stale_output and not track.request.num_output_tokens:
+                track.is_filed = False
+        return track
 
     def _ask_for_state(self, request: Request, answer: Answer) -> None:
         """Where the store has attention but no state, let vLLM make one while it passes there.
@@ -218,42 +229,42 @@ class SchedulerHalf:
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         self._lagging.discard(request.request_id)
         track = self._tracks.get(request.request_id)
-        if track is None or track.is_loading:
+        if track is None or track.life.is_loading:
             return
-        answer = track.answer
+        life, answer = track.life, track.life.answer
         if external_tokens == 0 or answer is None or answer.lease is None:
-            self._let_go(track)
-            self._count_reuse(track)
+            self._let_go(life)
+            self._count_reuse(life)
             return
         tables = [list(table) for table in blocks.get_block_ids(group_ids=self._layout.group_ids)]
         have = answer.end_tokens - external_tokens
         load = LoadJob(request.request_id, answer.lease.share(), answer.ends, answer.end_tokens, have, tables)
         self._loads.append(load)
-        track.is_loading, track.is_counted = True, False
-        track.external_tokens = external_tokens
+        life.is_loading, life.is_counted = True, False
+        life.external_tokens = external_tokens
         outcome = answer.lease.outcome
-        track.disk_tokens = min(external_tokens, outcome.disk_tokens) if outcome is not None else 0
+        life.disk_tokens = min(external_tokens, outcome.disk_tokens) if outcome is not None else 0
 
-    def _count_reuse(self, track: Track) -> None:
+    def _count_reuse(self, life: Life) -> None:
         """The request goes on after its load, with everything there on all ranks: now it is reused."""
-        if track.is_counted:
+        if life.is_counted:
             return
-        track.is_counted = True
-        self.tally.count(TOKENS, "host", track.external_tokens - track.disk_tokens)
-        self.tally.count(TOKENS, "disk", track.disk_tokens)
+        life.is_counted = True
+        self.tally.count(TOKENS, "host", life.external_tokens - life.disk_tokens)
+        self.tally.count(TOKENS, "disk", life.disk_tokens)
 
-    def _let_go(self, track: Track) -> None:
-        """This request will not read through its lease (any more)."""
-        if track.answer is not None and track.answer.lease is not None:
-            self._inquiries.release(track.answer.lease)
-            track.answer = track.answer._replace(lease=None)
+    def _let_go(self, life: Life) -> None:
+        """Nothing is read through its lease (any more)."""
+        if life.answer is not None and life.answer.lease is not None:
+            self._inquiries.release(life.answer.lease)
+            life.answer = life.answer._replace(lease=None)
 
     def host_and_disk(self, request_id: str) -> tuple[int, int]:
         """Of the tokens being loaded: how many were in host memory, how many came from below."""
         track = self._tracks.get(request_id)
         if track is None:
             return 0, 0
-        return track.external_tokens - track.disk_tokens, track.disk_tokens
+        return track.life.external_tokens - track.life.disk_tokens, track.life.disk_tokens
 
     # ---- one step
 
@@ -282,12 +293,13 @@ class SchedulerHalf:
         if state is None:
             return
         for request_id, count in output.num_scheduled_tokens.items():
-            track = self._tracks.get(request_id)
+            track = self._current(request_id)
             if track is None:
                 continue
-            if not track.is_started:  # what it begins with was not computed here: ours, or the engine's own
+            life = track.life
+            if not life.is_started:  # what it begins with was not computed here: ours, or the engine's own
                 self._asking.began(track)
-                track.local_tokens = max(0, track.request.num_computed_tokens - track.external_tokens)
+                life.local_tokens = max(0, track.request.num_computed_tokens - life.external_tokens)
             computed_end = track.request.num_computed_tokens + count
             if computed_end >= track.request.num_prompt_tokens and not track.is_prefill:
                 self._file_receipt(track)  # before the first token goes out: whoever gets it may ask for the receipt
@@ -303,7 +315,7 @@ class SchedulerHalf:
 
     def _is_due(self, track: Track, computed_end: int) -> bool:
         """Whether a step completes anything that is to be saved, and its path is known."""
-        is_complete = self._complete_chunks(track, computed_end) > track.saved_chunks
+        is_complete = self._complete_chunks(track, computed_end) > track.life.saved_chunks
         return (is_complete or self._is_tail_due(track, computed_end)) and self._is_path_free(track)
 
     def _is_saved(self, track: Track) -> bool:
@@ -322,24 +334,24 @@ class SchedulerHalf:
     def _chunk_items(self, track: Track, computed_end: int, tables: Sequence[Sequence[int]]) -> list[SaveItem]:
         """Attention objects of every chunk that this step completes."""
         complete = self._complete_chunks(track, computed_end)
-        if complete <= track.saved_chunks:
+        if complete <= track.life.saved_chunks:
             return []
         track.path.extend(track.request.all_token_ids, complete * self._layout.namespace.chunk_tokens)
         items = []
-        for index in range(track.saved_chunks, min(complete, len(track.path.chains))):
+        for index in range(track.life.saved_chunks, min(complete, len(track.path.chains))):
             items += self._attention_items(track.path.chunk(index), tables)
-        track.saved_chunks = complete
+        track.life.saved_chunks = complete
         return items
 
     @staticmethod
     def _is_path_free(track: Track) -> bool:
         """Whether the inquiry thread is done with the path. If not, what is to be saved waits for a later step."""
-        return track.inquiry is None or track.inquiry.path_ready
+        return track.life.inquiry is None or track.life.inquiry.path_ready
 
     def _is_tail_due(self, track: Track, computed_end: int) -> bool:
         """Of a prefill for another engine it never is: the end that it hands over is saved as one."""
         prompt = track.request.num_prompt_tokens
-        if track.tail_saved or computed_end < prompt or self._has_states or track.is_prefill:
+        if track.life.tail_saved or computed_end < prompt or self._has_states or track.is_prefill:
             return False
         return (prompt - 1) % self._layout.namespace.chunk_tokens > 0
 
@@ -347,7 +359,7 @@ class SchedulerHalf:
         """The end of the prompt, where it lies between two chunks: what makes a repeat of a short prompt a hit."""
         if not self._is_tail_due(track, computed_end):
             return []
-        track.tail_saved = True
+        track.life.tail_saved = True
         end = track.request.num_prompt_tokens - 1
         return self._attention_items(track.path.tail(track.request.all_token_ids, end), tables)
 
@@ -429,17 +441,15 @@ class SchedulerHalf:
         track = self._tracks.get(request_id)
         if track is None:
             return
-        if load.reason and not track.has_failed:
-            self.tally.count(MISSES, load.reason)
-        track.is_loading = False
-        track.report = load
-        if load.reason:
-            track.has_failed = True
-            track.reason = load.reason
-            track.external_tokens = track.disk_tokens = 0
-        self._let_go(track)
+        life = track.life
+        life.is_loading, life.load = False, load
+        self._let_go(life)
         if track.request.is_finished():  # aborted while it was loading
             del self._tracks[request_id]
+        elif load.reason:
+            self.tally.count(MISSES, load.reason)
+            track.failure = load.reason
+            life.external_tokens = life.disk_tokens = 0
 
     @property
     def is_busy(self) -> bool:
@@ -449,11 +459,11 @@ class SchedulerHalf:
     def reset(self, timeout_s: float) -> bool:
         """Forget what the store has, and what was promised from it. False where bytes from before may yet be used."""
         for track in self._tracks.values():
-            if track.is_loading:
+            if track.life.is_loading:
                 continue
             self._asking.forget(track)
-            self._let_go(track)
-        is_quiet = not self.is_busy and not any(track.is_loading for track in self._tracks.values())
+            self._let_go(track.life)
+        is_quiet = not self.is_busy and not any(track.life.is_loading for track in self._tracks.values())
         return self._inquiries.reset(timeout_s) and is_quiet
 
     # ---- the end of a request
@@ -461,18 +471,14 @@ class SchedulerHalf:
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Handoff | None:
         """The request is over. A prefill for another engine answers what that engine is to be told."""
         self._lagging.discard(request.request_id)
-        track = self._tracks.pop(request.request_id, None)
+        track = self._current(request.request_id)
         if track is None:
             return None
         self._asking.ended(track)
-        if not track.is_loading:
-            self._let_go(track)
-        elif track.answer is not None and track.answer.lease is not None:
-            self._tracks[request.request_id] = (
-                track  # aborted while loading: the lease is let go when the worker is done
-            )
-            track.has_failed = True
+        if track.life.is_loading:  # aborted: the lease is let go when the worker is done
             return None
+        del self._tracks[request.request_id]
+        self._let_go(track.life)
         if track.is_prefill:
             return self._hand_over(track, block_ids)
         if any(block_ids) and track.may_save:

@@ -211,7 +211,7 @@ def covered(inquiries: Asked, monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 def walked(scene: Scene) -> None:
     """The inquiry thread has come to its path."""
-    inquiry = scene.half._tracks["a"].inquiry
+    inquiry = scene.half._tracks["a"].life.inquiry
     assert inquiry is not None
     inquiry.walk()
 

@@ -71,6 +71,7 @@ def request(name: str = "r", tokens: list[int] = PROMPT, **changes: Any) -> Any:
         "num_output_tokens": 0,
         "num_computed_tokens": 0,
         "num_preemptions": 0,
+        "drop_stale_output": False,
         "shared_prefix_boundary": 0,
         "resumable": False,
         "skip_reading_prefix_cache": False,

@@ -15,12 +15,13 @@ import pytest
 from kvtally.client import StoreClient
 from kvtally.core.receipts import Role
 from kvtally.vllm import asking as asking_module
-from kvtally.vllm.asking import Asking, Question
+from kvtally.vllm.asking import Asking
 from kvtally.vllm.handoff import Handoff
 from kvtally.vllm.inquiry import Answer, Inquiries, Inquiry
 from kvtally.vllm.path import Extras
 from kvtally.vllm.path import Path as TokenPath
 from kvtally.vllm.tally import Tally
+from kvtally.vllm.track import Track
 from tests.unit.early_kit import CHUNK, DENSE, PROMPT, Asked, inquiries, request, save, store
 from tests.unit.shell import Bench, Running, eventually
 
@@ -32,15 +33,15 @@ def asking(inquiries: Asked) -> Callable[..., Asking]:
     return lambda **settings: Asking(inquiries, Tally(), full_groups=(0,), wait_ms=2000, **settings)
 
 
-def question(name: str = "r", tokens: list[int] = PROMPT, **changes: Any) -> Question:
-    return Question(request(name, tokens, **changes), TokenPath(CHUNK, Extras()))
+def question(name: str = "r", tokens: list[int] = PROMPT, **changes: Any) -> Track:
+    return Track(request(name, tokens, **changes), TokenPath(CHUNK, Extras()))
 
 
-def matched(asking: Asking, asked: Question) -> int:
+def matched(asking: Asking, asked: Track) -> int:
     """As the scheduler does it: ask in every step until there is an answer."""
     eventually(lambda: asking.answer(asked) is not None)
-    assert asked.answer is not None
-    return asked.answer.end_tokens
+    assert asked.life.answer is not None
+    return asked.life.answer.end_tokens
 
 
 def test_called_before_scheduling(asking: Callable[..., Asking], inquiries: Asked, bench: Bench) -> None:
@@ -126,9 +127,9 @@ def test_an_aborted_request_gives_back_what_it_holds(
         scheduler.arrived(asked)
         if is_matched:
             matched(scheduler, asked)
-            assert asked.answer is not None
-            assert asked.answer.lease is not None
-            inquiries.release(asked.answer.lease)
+            assert asked.life.answer is not None
+            assert asked.life.answer.lease is not None
+            inquiries.release(asked.life.answer.lease)
         scheduler.ended(asked)
     eventually(lambda: inquiries.asked[0].answer is not None)
     eventually(lambda: store.stats("leases", "open") == 0)
@@ -224,7 +225,7 @@ def test_it_does_not_wait_where_others_wait_for_it(monkeypatch: pytest.MonkeyPat
     assert not waits(scheduler, asked)
 
 
-def waits(asking: Asking, asked: Question) -> bool:
+def waits(asking: Asking, asked: Track) -> bool:
     """Whether the scheduler was kept. Nobody answers."""
     begun = time.monotonic()
     assert asking.answer(asked) is None
@@ -263,7 +264,7 @@ def test_a_trifle_is_computed(asking: Callable[..., Asking], monkeypatch: pytest
     monkeypatch.undo()
     assert scheduler.is_trifle(asked, 4)
     assert not scheduler.is_trifle(asked, 6)
-    handed_over = Question(request(), TokenPath(CHUNK, Extras()), Handoff(ticket="t", role=Role.DECODE))
+    handed_over = Track(request(), TokenPath(CHUNK, Extras()), Handoff(ticket="t", role=Role.DECODE))
     assert not scheduler.is_trifle(handed_over, 4)
 
 
@@ -319,7 +320,7 @@ def test_the_path_of_what_nobody_is_asked_about_is_walked_elsewhere(
     scheduler.arrived(asked)
     assert scheduler.leave(asked, is_saved=is_saved)
     if is_saved and not is_opaque:
-        eventually(lambda: asked.inquiry is not None and asked.inquiry.path_ready)
+        eventually(lambda: asked.life.inquiry is not None and asked.life.inquiry.path_ready)
         assert asked.path.end_tokens == 192
     inquiries.stop()
     assert walkers == ["kvtally-inquiry"] * (is_saved and not is_opaque)
@@ -335,13 +336,13 @@ def test_where_many_arrive_before_a_step_the_first_are_asked_about_meanwhile(
     scheduler.arrived(first)
     time.sleep(0.03)
     scheduler.arrived(second)
-    assert inquiries.asked == [first.inquiry]
+    assert inquiries.asked == [first.life.inquiry]
     scheduler.step_launched(0)
-    assert inquiries.asked == [first.inquiry, second.inquiry]
+    assert inquiries.asked == [first.life.inquiry, second.life.inquiry]
 
 
 @pytest.fixture
-def arrived(asking: Callable[..., Asking], bench: Bench) -> tuple[Asking, Question]:
+def arrived(asking: Callable[..., Asking], bench: Bench) -> tuple[Asking, Track]:
     """A request that the store has, and that the scheduler has not come to yet."""
     save(bench)
     scheduler, asked = asking(may_leave=True), question()
@@ -350,7 +351,7 @@ def arrived(asking: Callable[..., Asking], bench: Bench) -> tuple[Asking, Questi
 
 
 def test_whom_the_scheduler_does_not_come_to_is_asked_about_after_its_step(
-    arrived: tuple[Asking, Question], inquiries: Asked
+    arrived: tuple[Asking, Track], inquiries: Asked
 ) -> None:
     scheduler, asked = arrived
     scheduler.step_launched(0)
@@ -360,7 +361,7 @@ def test_whom_the_scheduler_does_not_come_to_is_asked_about_after_its_step(
     assert len(inquiries.asked) == 1
 
 
-def test_what_was_left_is_asked_about_when_it_is_evicted(arrived: tuple[Asking, Question], inquiries: Asked) -> None:
+def test_what_was_left_is_asked_about_when_it_is_evicted(arrived: tuple[Asking, Track], inquiries: Asked) -> None:
     """It waited for room, and others took what the engine's own cache had of it."""
     scheduler, asked = arrived
     assert scheduler.leave(asked, is_saved=True)
@@ -385,9 +386,9 @@ def test_the_early_answer_that_was_left_is_given_back_before_it_is_asked_for_aga
         assert len(inquiries.asked) == 1
     assert matched(scheduler, asked) == 192
     scheduler.ended(asked)
-    assert asked.answer is not None
-    assert asked.answer.lease is not None
-    inquiries.release(asked.answer.lease)
+    assert asked.life.answer is not None
+    assert asked.life.answer.lease is not None
+    inquiries.release(asked.life.answer.lease)
     eventually(lambda: store.stats("leases", "open") == 0)
 
 
@@ -395,9 +396,9 @@ def test_an_engine_that_does_not_read_leaves_what_is_evicted(asking: Callable[..
     scheduler = asking(may_leave=True, reads=False)
     asked = question()
     assert scheduler.leave(asked, is_saved=True)
-    walked = asked.inquiry
+    walked = asked.life.inquiry
     assert not scheduler.come_back(asked)
-    assert asked.inquiry is walked  # until its path is there, nobody else may walk it
+    assert asked.life.inquiry is walked  # until its path is there, nobody else may walk it
     assert inquiries.asked == []
 
 

@@ -21,11 +21,12 @@ from kvtally.store.context import TierInfo
 from kvtally.store.jobs import Outcome, ReadJob
 from kvtally.store.store import Store
 from kvtally.store.tiers.base import ObjectRecord
-from kvtally.vllm.asking import Asking, Question
+from kvtally.vllm.asking import Asking
 from kvtally.vllm.inquiry import Inquiries
 from kvtally.vllm.path import Extras
 from kvtally.vllm.path import Path as TokenPath
 from kvtally.vllm.tally import Tally
+from kvtally.vllm.track import Track
 from kvtally.wire.limits import MIB, SECOND_NS, Limits
 from kvtally.wire.messages import (
     PROTOCOL_VERSION,
@@ -390,7 +391,7 @@ def test_a_thousand_requests_half_of_them_aborted(store: Running) -> None:
     inquiries = Inquiries(lambda: StoreClient(store.server.config.socket, namespace=LARGE))
     inquiries.start()
     asking = Asking(inquiries, Tally(), full_groups=(0,), wait_ms=5000)
-    live: list[Question] = []
+    live: list[Track] = []
     hits = aborted = 0
     most_reading = most_held = 0
     for number in range(1000):
@@ -401,7 +402,7 @@ def test_a_thousand_requests_half_of_them_aborted(store: Running) -> None:
             resumable=False,
             priority=pick.choice((0, 0, -1, 1)),
         )
-        question = Question(request, TokenPath(CHUNK, Extras()))
+        question = Track(request, TokenPath(CHUNK, Extras()))
         asking.arrived(question)
         live.append(question)
         if number % 10 == 0:
@@ -414,7 +415,7 @@ def test_a_thousand_requests_half_of_them_aborted(store: Running) -> None:
             question = live.pop(0)
             eventually(lambda question=question: asking.answer(question) is not None)  # type: ignore[misc]
             asking.began(question)
-            answer = question.answer
+            answer = question.life.answer
             assert answer is not None
             hits += answer.end_tokens > 0
             if answer.lease is not None:

@@ -19,6 +19,7 @@ from msgspec import structs
 
 from kvtally.client import StoreClient
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
+from kvtally.core.receipts import Half
 from kvtally.testing.models import RECIPES, Recipe
 from tests.unit.early_kit import CHUNK, DENSE, Asked, inquiries, request, save, step, store
 from tests.unit.shell import Bench
@@ -181,12 +182,12 @@ def test_what_was_covered_and_is_evicted_while_it_waits_is_loaded(half: Callable
     asked = request("r", tokens)
     scheduler.on_new_request(asked)
     assert scheduler.matched_tokens(asked, 1984) == (0, False)
-    assert scheduler._tracks["r"].saved_chunks == 31
+    assert scheduler._tracks["r"].life.saved_chunks == 31
     found = (None, False)  # there was no room for it, and others took the blocks
     while found[0] is None:
         found = scheduler.matched_tokens(asked, 0)
     assert found == (1984, True)
-    assert scheduler._tracks["r"].saved_chunks == 31
+    assert scheduler._tracks["r"].life.saved_chunks == 31
 
 
 def test_chunks_that_are_gone_everywhere_are_saved_again(half: Callable[..., Any], inquiries: Asked) -> None:
@@ -201,6 +202,148 @@ def test_chunks_that_are_gone_everywhere_are_saved_again(half: Callable[..., Any
     state = SimpleNamespace(get_block_ids=lambda _: tables, boundary_state_offloads={})
     (job,) = scheduler.build_metadata(step({"r": 200}, kv_connector_block_state=state)).saves
     assert [item.end_tokens for item in job.items] == [64, 128, 192, 199]
+
+
+# ---- lives
+
+
+class Filed(list[Half]):
+    """The halves that a scheduler half files, in order."""
+
+    def __init__(self, inquiries: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        monkeypatch.setattr(inquiries, "file", lambda ticket, half: self.append(half))
+
+
+@pytest.fixture
+def filed(inquiries: Asked, monkeypatch: pytest.MonkeyPatch) -> Filed:
+    return Filed(inquiries, monkeypatch)
+
+
+def found(scheduler: Any, asked: Any) -> tuple[int, bool]:
+    while (answer := scheduler.matched_tokens(asked, 0))[0] is None:
+        pass
+    return answer  # type: ignore[no-any-return]
+
+
+def load(scheduler: Any, asked: Any, tokens: int, **report: Any) -> None:
+    """vLLM gives it blocks, the worker fills them, and vLLM goes on with it."""
+    from kvtally.vllm.meta import LoadReport, WorkerReport
+
+    blocks = SimpleNamespace(get_block_ids=lambda group_ids: [list(range(1, 14))])
+    scheduler.after_alloc(asked, blocks, tokens)
+    scheduler.update(WorkerReport(loads={asked.request_id: LoadReport(**report)}))
+    scheduler.after_alloc(asked, blocks, 0)
+    asked.num_computed_tokens = tokens
+
+
+def preempt(asked: Any) -> None:
+    asked.num_preemptions += 1
+    asked.num_computed_tokens = 0
+
+
+def computed(scheduler: Any, asked: Any, tokens: int) -> list[int]:
+    """A step computes so many tokens of it; where the objects end that are saved with that step."""
+    state = SimpleNamespace(get_block_ids=lambda _: [list(range(1, 14))], boundary_state_offloads={})
+    metadata = scheduler.build_metadata(step({asked.request_id: tokens}, kv_connector_block_state=state))
+    asked.num_computed_tokens += tokens
+    return [item.end_tokens for job in metadata.saves for item in job.items]
+
+
+def test_a_receipt_is_of_the_life_that_gave_the_answer(
+    half: Callable[..., Any], inquiries: Asked, filed: Filed, bench: Bench
+) -> None:
+    """Preempted in mid-prompt, and then the store has forgotten: what the first life had loaded is not claimed."""
+    save(bench)
+    scheduler, asked = half(FULL), request()
+    scheduler.on_new_request(asked)
+    assert found(scheduler, asked) == (192, True)
+    load(scheduler, asked, 192, moved_bytes=768, seconds=0.5, verified=True)
+    assert computed(scheduler, asked, 4) == []
+    preempt(asked)
+    assert inquiries.reset(5)
+    assert found(scheduler, asked) == (0, False)
+    scheduler.after_alloc(asked, None, 0)
+    assert computed(scheduler, asked, 200) == [64, 128, 192, 199]  # it saves its beginning again
+    (told,) = filed
+    assert (told.tokens_gpu, told.tokens_host, told.tokens_disk, told.computed_tokens) == (0, 0, 0, 200)
+    assert (told.moved_bytes, told.load_ms, told.verified, told.reason) == (0, 0.0, False, "absent")
+
+
+def test_a_later_life_that_loads_says_so(half: Callable[..., Any], filed: Filed, bench: Bench) -> None:
+    scheduler, asked = half(FULL), request()
+    scheduler.on_new_request(asked)
+    assert found(scheduler, asked) == (0, False)
+    assert computed(scheduler, asked, 100) == [64]
+    preempt(asked)
+    save(bench)
+    assert found(scheduler, asked) == (192, True)
+    load(scheduler, asked, 192, moved_bytes=768, verified=True)
+    assert computed(scheduler, asked, 8) == [199]
+    (told,) = filed
+    assert (told.tokens_gpu, told.tokens_host, told.computed_tokens, told.verified) == (0, 192, 8, True)
+
+
+def test_tokens_that_went_out_keep_their_receipt(half: Callable[..., Any], filed: Filed) -> None:
+    scheduler, asked = half(FULL), request()
+    scheduler.on_new_request(asked)
+    found(scheduler, asked)
+    computed(scheduler, asked, 200)
+    asked.num_output_tokens, asked.num_tokens, asked.all_token_ids = 1, 201, [*asked.all_token_ids, 5]
+    preempt(asked)
+    found(scheduler, asked)
+    computed(scheduler, asked, 201)
+    scheduler.finished(asked, ())
+    assert len(filed) == 1
+
+
+def test_a_token_that_vllm_drops_was_nobodys_answer(half: Callable[..., Any], filed: Filed, bench: Bench) -> None:
+    """`reset_prefix_cache` preempts what runs, and throws away what is being computed."""
+    save(bench)
+    scheduler, asked = half(FULL), request()
+    scheduler.on_new_request(asked)
+    found(scheduler, asked)
+    load(scheduler, asked, 192, verified=True)
+    computed(scheduler, asked, 8)
+    preempt(asked)
+    asked.drop_stale_output = True
+    scheduler._asking.forget(scheduler._tracks["r"])
+    scheduler._inquiries.reset(5)
+    found(scheduler, asked)
+    computed(scheduler, asked, 200)
+    assert [told.computed_tokens for told in filed] == [8, 200]
+
+
+def test_a_load_that_failed_is_the_reason_in_every_later_life(
+    half: Callable[..., Any], filed: Filed, bench: Bench
+) -> None:
+    save(bench)
+    scheduler, asked = half(FULL), request()
+    scheduler.on_new_request(asked)
+    found(scheduler, asked)
+    load(scheduler, asked, 192, reason="checksum")
+    asked.num_computed_tokens = 0
+    assert found(scheduler, asked) == (0, False)
+    computed(scheduler, asked, 100)
+    preempt(asked)
+    assert found(scheduler, asked) == (0, False)
+    computed(scheduler, asked, 200)
+    (told,) = filed
+    assert (told.reused_tokens, told.computed_tokens, told.reason) == (0, 200, "checksum")
+
+
+def test_a_preempted_request_waits_again(half: Callable[..., Any], inquiries: Asked) -> None:
+    """What waits is told to the store with every early lookup, and an engine in which nothing runs may wait for it."""
+    scheduler, asked = half(FULL), request()
+    scheduler.on_new_request(asked)
+    found(scheduler, asked)
+    computed(scheduler, asked, 100)
+    preempt(asked)
+    found(scheduler, asked)
+    assert (scheduler._asking._waiting, scheduler._asking._running) == (1, 0)
+    computed(scheduler, asked, 100)
+    scheduler.finished(asked, ())
+    assert (scheduler._asking._waiting, scheduler._asking._running) == (0, 0)
 
 
 # ---- streaming input
