@@ -32,11 +32,8 @@ MOST_AHEAD = 1 << 16
 MOST_PRIORITY = 16
 LEVEL_TURNS = 1_024  # what one level of priority is worth, in places of the queue
 MOMENT_S = 0.1  # how much a tier is given to do at once
-PATIENCE_NS = 2_000_000_000  # with a tier from which nothing comes, beyond what its speed explains
-NEW_PATIENCE_NS = 10_000_000_000  # the same, as long as its speed is not known
-LARGEST_READ_BYTES = 64 << 20
 FEWEST_READS = 3  # in flight however slow a tier is: its reader threads are not to wait for one another
-KEPT = 0.97  # of what was measured before, with each measurement
+KEPT = 0.97  # of what a rate measured before, with each measurement
 
 Part = TypeVar("Part", bound=Hashable)
 
@@ -266,43 +263,6 @@ class Planner(Generic[Part]):
         for queue in self._tiers:
             assert queue.in_flight_bytes == sum(queue.in_flight.values())
             assert not queue.in_flight.keys() & queue.waiting.keys()
-
-
-class Speed:
-    """What a tier really delivers, all its readers together: bytes over the time in which it had something to do."""
-
-    def __init__(self) -> None:
-        self._bytes = 0.0
-        self._ns = 0.0
-        self._busy = 0
-        self._since_ns = 0
-        self.measured_ns: int | None = None  # when last
-
-    @property
-    def bytes_s(self) -> float:
-        """0: not known yet."""
-        return self._bytes / self._ns * 1e9 if self._ns else 0.0
-
-    def is_stuck(self, now_ns: int) -> bool:
-        """Whether nothing has come for far longer than its largest read takes: the device hangs."""
-        patience_ns = NEW_PATIENCE_NS
-        if self._ns:
-            patience_ns = PATIENCE_NS + int(4 * LARGEST_READ_BYTES / self.bytes_s * 1e9)
-        return self._busy > 0 and now_ns - self._since_ns >= patience_ns
-
-    def began(self, now_ns: int) -> None:
-        if not self._busy:
-            self._since_ns = now_ns
-        self._busy += 1
-
-    def ended(self, size_bytes: int, now_ns: int) -> None:
-        """A read is over; one that failed brought 0 bytes and measures nothing."""
-        self._busy -= 1
-        if size_bytes:
-            self._bytes = self._bytes * KEPT + size_bytes
-            self._ns = self._ns * KEPT + now_ns - self._since_ns
-            self.measured_ns = now_ns
-        self._since_ns = now_ns
 
 
 class Rate:

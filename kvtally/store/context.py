@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvtally.core.keys import ObjectKey
-from kvtally.core.prefetch import Speed
 from kvtally.core.residency import Family, Node, Residency
+from kvtally.core.speed import Speed
 from kvtally.store.jobs import Job
 from kvtally.wire.limits import SECOND_NS, Limits
 from kvtally.wire.messages import Lookup, Refused, Reply

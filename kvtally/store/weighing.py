@@ -14,10 +14,8 @@ from kvtally.core.residency import ARENA, Node, each_bit
 from kvtally.store.context import Context
 from kvtally.store.needs import hit_of, needs_of, path_of
 from kvtally.store.staging import Lease, Staging
-from kvtally.wire.limits import SECOND_NS
 
 MOST_OPTIONS = 32  # boundaries that are weighed against computing
-PROBE_NS = 10 * SECOND_NS  # a tier found slow is measured again after this, or it would never be tried again
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +86,11 @@ class Weighing:
         return missing
 
     def probe(self, lease: Lease, now_ns: int) -> None:
-        """Of what this lease will not wait for, read a little from a tier whose speed was not measured for long."""
+        """Read a little of what this lease will not wait for, if the tier's speed was not measured lately: a tier that
+        was found slow would never be tried again otherwise."""
         readable = self._context.readable_tiers(now_ns)
         for number, tier in enumerate(self._context.tiers, 1):
-            if tier.speed.measured_ns is None or now_ns - tier.speed.measured_ns >= PROBE_NS:
+            if tier.speed.is_due(now_ns):
                 keys = [key for key in lease.awaited if self._staging.source(*key, readable) == number]
                 self._staging.forget(lease, frozenset(lease.awaited.difference(keys)))
                 self._staging.probe(number, keys, now_ns)

@@ -17,7 +17,6 @@ from kvtally.core.prefetch import (
     Option,
     Planner,
     Rate,
-    Speed,
     turn,
     worth_loading,
 )
@@ -240,28 +239,6 @@ def test_what_is_in_the_arena_stays_and_what_costs_more_than_it_saves_is_left() 
     assert worth_loading(options, tokens_s=1000) == (1024, 9.0, 1.536)
     assert worth_loading(options, tokens_s=1e9).end_tokens == 512
     assert worth_loading(options, tokens_s=10).end_tokens == 2048
-
-
-@given(st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 1000)), min_size=1, max_size=30))
-def test_a_speed_lies_between_the_slowest_and_the_fastest_read(reads: list[tuple[int, int]]) -> None:
-    speed, now_ns = Speed(), 0
-    assert speed.bytes_s == 0
-    for size_bytes, duration_ns in reads:
-        speed.began(now_ns)
-        now_ns += duration_ns
-        speed.ended(size_bytes, now_ns)
-        now_ns += 10_000  # idle: nobody's time
-    each = [size_bytes / duration_ns * 1e9 for size_bytes, duration_ns in reads]
-    assert min(each) * 0.999 <= speed.bytes_s <= max(each) * 1.001
-
-
-def test_readers_at_the_same_time_add_up() -> None:
-    speed = Speed()
-    for _ in range(3):
-        speed.began(0)
-    for _ in range(3):
-        speed.ended(100, 1_000_000_000)
-    assert 300 <= speed.bytes_s < 315
 
 
 def test_a_rate_follows_the_latest_steps() -> None:

@@ -314,6 +314,29 @@ def test_a_slow_tier_is_measured_again_after_a_while() -> None:
     assert node.store.stats(node.now_ns)["arena"]["objects"] == 4  # type: ignore[index]
 
 
+def test_one_starved_read_does_not_make_a_fast_tier_slow() -> None:
+    node = Node({1: (1, 4), 2: (1, 1), 3: (1, 4)})
+    measured(node, 1, after_s=0.001)
+    node.lookup(2)
+    node.land(after_s=3.0)  # the thread that reads had to wait for a processor
+    node.lookup(3, prefill_tokens_s=1000)
+    staged = node.land(4)[0]
+    assert (staged.end_tokens, staged.left_tokens, staged.reason) == (256, 0, "")
+
+
+def test_a_tier_that_was_starved_at_the_start_is_used_again_within_seconds() -> None:
+    node = Node({1: (1, 4), 2: (1, 4), 3: (1, 4)})
+    node.store.probe(node.now_ns)
+    node.effects()
+    node.land(3, after_s=1.0)
+    node.now_ns += 10 * SECOND_NS
+    node.lookup(2, prefill_tokens_s=1000)
+    assert node.tier()["prefetched"]["skipped"] == 1
+    node.land(3)  # probes
+    node.lookup(3, prefill_tokens_s=1000)
+    assert node.land(4)[0].end_tokens == 256
+
+
 def test_what_is_in_the_arena_need_not_wait_for_room_once_it_is_wanted() -> None:
     node = Node(dict.fromkeys((1, 2, 3), (1, 4)))
     for prompt in (1, 2, 3):
