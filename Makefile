@@ -14,10 +14,14 @@ STAMP := $(VENV)/.stamp-$(KEY)
 ENGINE_STAMP := $(VENV)/.stamp-engine-$(KEY)
 
 PYTEST := $(BIN)/python -m pytest -q
-LONG := $(PYTEST) -o faulthandler_timeout=900 --durations=12
+LONG := $(PYTEST) -o faulthandler_timeout=1800 --durations=12
+
+# For `make stress`: which tests (all of them unless named), and how many rounds.
+TESTS ?=
+ROUNDS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check .unit .rest test .slow .engine conformance demo bench clean key
+.PHONY: help setup check .unit .rest test .slow .engine stress conformance demo bench clean key
 
 help: ## print this
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -59,6 +63,9 @@ test: check setup ## check, then the slow tests and those in real vLLM engines
 
 .engine:
 	$(LONG) -m engine
+
+stress: setup ## run the tests in rounds beside busy loops on every core: make stress TESTS=tests/chaos ROUNDS=5
+	$(BIN)/python scripts/stress.py --rounds $(ROUNDS) $(TESTS)
 
 conformance: setup ## only the harness that judges a connector: every arm, four models; its reports are printed
 	$(LONG) -m engine -s tests/engine/test_conformance.py

@@ -49,10 +49,10 @@ from kvtally.link import SPIN_NS, Call, Introduction, Link, Miss, Session, miss_
 from kvtally.shm import Mapping
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import (
+    NO_RANK,
     Done,
     Found,
     Lookup,
-    NO_RANK,
     MissReason,
     Ping,
     PutBegin,

@@ -9,16 +9,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from kvtally.client import Miss, StoreClient
 from kvtally.core.namespace import Namespace
+from tests.waiting import HANG_S, eventually
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 15.0  # for what takes milliseconds on an idle machine
 
 
 def environment() -> dict[str, str]:
@@ -37,13 +37,6 @@ class Eager(Random):
 
     def uniform(self, a: float, b: float) -> float:
         return 0.01
-
-
-def eventually(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, f"within {deadline_s} s it did not come about that {what}"
-        time.sleep(0.01)
 
 
 def tree(stats: Mapping[str, Any], *path: str) -> Any:
@@ -74,14 +67,14 @@ class Process:
 
     def kill(self) -> None:
         self.child.kill()
-        self.child.wait(DEADLINE_S)
+        self.child.wait(HANG_S)
 
     def end(self) -> int:
         """As an orderly end is asked for; its exit code."""
         if self.is_stopped:
             self.signal(signal.SIGCONT)
         self.child.terminate()
-        return self.child.wait(DEADLINE_S)
+        return self.child.wait(HANG_S)
 
     def descriptors(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/fd"))
@@ -108,9 +101,7 @@ class StoreProcess:
         self.options = options
         self.starts_s: list[float] = []
         self.process: Process
-        self.probe = StoreClient(
-            str(self.socket), namespace=namespace, name="probe", timeout_s=DEADLINE_S, jitter=Eager()
-        )
+        self.probe = StoreClient(str(self.socket), namespace=namespace, name="probe", timeout_s=HANG_S, jitter=Eager())
         self.start()
 
     def start(self) -> None:

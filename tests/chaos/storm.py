@@ -23,8 +23,9 @@ from kvtally.core.keys import CHAIN_BYTES, ObjectKey
 from kvtally.store.tiers.files import read_format
 from kvtally.store.tiers.journal import compact_key, replay
 from kvtally.wire.limits import MIB
-from tests.chaos.processes import DEADLINE_S, StoreProcess, WorkerProcess, eventually
+from tests.chaos.processes import StoreProcess, WorkerProcess
 from tests.chaos.workload import NAMESPACE, PROMPTS, asked, problem
+from tests.waiting import HANG_S, eventually
 
 CLIENTS = 8
 # Less than what the clients save, about 45 MiB in all: objects are evicted from both, and staged.
@@ -182,4 +183,4 @@ class Storm:
         """Until then, or until the next thing is due. Nothing is waited for: time itself is what the test is about."""
         if self._later:
             until = min(until, self._later[0][0])
-        time.sleep(min(DEADLINE_S, max(0.0, until - time.monotonic())))
+        time.sleep(min(HANG_S, max(0.0, until - time.monotonic())))

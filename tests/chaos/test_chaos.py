@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvtally.client import Miss
-from tests.chaos.processes import StoreProcess, WorkerProcess, eventually
+from tests.chaos.processes import StoreProcess, WorkerProcess
 from tests.chaos.storm import CLIENTS, Storm
+from tests.waiting import eventually
 
 # Read here: a fixture hides such variables from the tests themselves.
 SECONDS = float(os.environ.get("KVTALLY_CHAOS_SECONDS", "60"))

@@ -14,8 +14,9 @@ from kvtally.store.tiers.files import read_format
 from kvtally.store.tiers.journal import replay
 from kvtally.wire.limits import MIB
 from kvtally.wire.messages import PutObject
-from tests.chaos.processes import DEADLINE_S, StoreProcess
+from tests.chaos.processes import StoreProcess
 from tests.chaos.single import CHUNK, NAMESPACE, asked
+from tests.waiting import HANG_S
 
 ROUNDS = 3
 DISK_BYTES = 16 * MIB  # of objects of one byte: 4096
@@ -33,7 +34,7 @@ class Killer:
 
     def join(self) -> None:
         self._given_up.set()
-        self._thread.join(DEADLINE_S)
+        self._thread.join(HANG_S)
 
     def _wait(self) -> None:
         while not self._found.exists():

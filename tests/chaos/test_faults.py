@@ -26,9 +26,10 @@ from kvtally.store.tiers.files import read_format
 from kvtally.store.tiers.journal import compact_key, pieces_of, replay
 from kvtally.wire.limits import MIB, SECOND_NS, Limits
 from kvtally.wire.messages import Found, MissReason, PutStatus
-from tests.chaos.processes import DEADLINE_S, Eager, StoreProcess, environment, eventually, tree
+from tests.chaos.processes import Eager, StoreProcess, environment, tree
 from tests.chaos.single import NAMESPACE, OBJECT_BYTES, asked, item, key, load, right_bytes, save
 from tests.unit.shell import Bench, Running
+from tests.waiting import HANG_S, eventually
 
 GRANULES_BYTES = 3 * 4096  # what an object takes
 SLACK_S = 1.0
@@ -41,7 +42,7 @@ def seen(running: Running, *path: str) -> Any:
 
 @contextlib.contextmanager
 def client_of(path: str | Path) -> Iterator[StoreClient]:
-    with StoreClient(str(path), namespace=NAMESPACE, timeout_s=DEADLINE_S, jitter=Eager()) as client:
+    with StoreClient(str(path), namespace=NAMESPACE, timeout_s=HANG_S, jitter=Eager()) as client:
         assert not isinstance(client.connect(), Miss)
         yield client
 
@@ -49,7 +50,7 @@ def client_of(path: str | Path) -> Iterator[StoreClient]:
 @pytest.fixture
 def client(bench: Bench) -> Iterator[StoreClient]:
     """Connects when it is first used: the store may be started after it was made."""
-    with StoreClient(bench.path, namespace=NAMESPACE, timeout_s=DEADLINE_S, jitter=Eager()) as client:
+    with StoreClient(bench.path, namespace=NAMESPACE, timeout_s=HANG_S, jitter=Eager()) as client:
         yield client
 
 

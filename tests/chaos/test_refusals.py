@@ -13,8 +13,9 @@ from typing import NamedTuple
 import pytest
 
 from kvtally.errors import CODES
-from tests.chaos.processes import DEADLINE_S, StoreProcess, environment
+from tests.chaos.processes import StoreProcess, environment
 from tests.chaos.single import load, save
+from tests.waiting import HANG_S
 
 OTHER_FORMAT = b'{"kvtally_disk":99,"granule_bytes":4096,"id":5}'
 
@@ -76,7 +77,7 @@ def begin(directory: Path, options: list[str]) -> subprocess.Popen[str]:
 def problem(child: subprocess.Popen[str], code: str) -> str:
     """What is wrong with how it ended; empty where it was refused as it should be."""
     try:
-        output, errors = child.communicate(timeout=DEADLINE_S)
+        output, errors = child.communicate(timeout=HANG_S)
     except subprocess.TimeoutExpired:
         child.kill()
         child.communicate()

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from http.client import IncompleteRead
 from pathlib import Path
@@ -18,10 +17,9 @@ import pytest
 from kvtally.cli import demo as servers
 from kvtally.cli import demo_store as demo
 from kvtally.errors import TransportError
+from tests.waiting import HANG_S, eventually
 
 pytestmark = pytest.mark.slow
-
-DEADLINE_S = 50
 
 
 @pytest.fixture
@@ -61,20 +59,12 @@ def processes(directory: Path) -> list[str]:
     return found
 
 
-def wait_for_processes(directory: Path, count: int) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while len(processes(directory)) != count:
-        assert time.monotonic() < deadline, processes(directory)
-        time.sleep(0.02)
-
-
 def test_every_step_is_proved_and_nothing_is_left_behind(directory: Path) -> None:
     with start(directory, "--json") as running:
-        out, err = running.communicate(timeout=DEADLINE_S)
+        out, err = running.communicate(timeout=HANG_S)
     assert running.returncode == 0, err
     told = json.loads(out)
     assert told["proved"]
-    assert told["seconds"] < 30
     assert [step["proved"] for step in told["steps"]] == [True] * 10
     assert [step["output_equal"] for step in told["steps"]].count(False) == 1  # the control
     assert {step["reason"] for step in told["steps"]} >= {"absent", "checksum", "store_unreachable"}
@@ -85,11 +75,11 @@ def test_every_step_is_proved_and_nothing_is_left_behind(directory: Path) -> Non
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_no_process_outlives_it(directory: Path, number: signal.Signals, code: int) -> None:
     with start(directory) as running:
-        wait_for_processes(directory, 3)  # the store and both engines
+        eventually(lambda: len(processes(directory)) == 3, "the store and both engines ran")
         running.send_signal(number)
-        running.communicate(timeout=DEADLINE_S)
+        running.communicate(timeout=HANG_S)
     assert running.returncode == code
-    wait_for_processes(directory, 0)
+    eventually(lambda: not processes(directory), "all of them ended")
     if number != signal.SIGKILL:
         assert list((directory / "tmp").iterdir()) == []
 

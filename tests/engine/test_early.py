@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.unit.early_kit import DENSE, Asked, inquiries, request, save, step, store
-from tests.unit.shell import Bench, eventually
+from tests.unit.shell import Bench
+from tests.waiting import eventually
 
 __all__ = ["inquiries", "store"]  # fixtures
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]

@@ -21,7 +21,7 @@ from kvtally.testing.cases import Case, Comparison, cases, compare, conforms, cr
 from kvtally.testing.conformance import Control, Report, Result
 from kvtally.testing.engines import Engine, Output, ProcessGroup, sums
 from kvtally.testing.models import RECIPES, Recipe
-from tests.unit.shell import eventually
+from tests.waiting import eventually
 
 DEADLINE_S = 20.0
 REFERENCE = Output(tokens=[1, 2, 3], logprobs=[-1.0, -2.0, -3.0], margins=[0.5, 0.001, 0.5], cached_tokens=0)

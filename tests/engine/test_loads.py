@@ -16,7 +16,8 @@ from kvtally.vllm.path import Extras
 from kvtally.vllm.path import Path as TokenPath
 from kvtally.wire.messages import Lookup, PutObject, PutStatus
 from tests.unit.early_kit import CHUNK, DENSE, PROMPT, store
-from tests.unit.shell import Bench, Running, eventually
+from tests.unit.shell import Bench, Running
+from tests.waiting import eventually
 
 __all__ = ["store"]  # a fixture
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]

@@ -11,7 +11,8 @@ import pytest
 
 from kvtally.client import Miss, StoreClient
 from tests.unit.early_kit import CHUNK, DENSE, Asked, inquiries, request, step, store
-from tests.unit.shell import Bench, eventually
+from tests.unit.shell import Bench
+from tests.waiting import eventually
 
 __all__ = ["inquiries", "store"]  # fixtures
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]

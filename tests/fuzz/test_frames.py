@@ -38,11 +38,12 @@ from kvtally.wire.messages import (
     Stats,
     Welcome,
 )
-from tests.chaos.processes import Process, StoreProcess, eventually
+from tests.chaos.processes import Process, StoreProcess
 from tests.chaos.single import NAMESPACE, asked, item, load, right_bytes
 from tests.fuzz.hostile import Dice, Hostile, damaged, noise
 from tests.fuzz.rig import live
 from tests.fuzz.talk import talk
+from tests.waiting import eventually
 
 READER_FRAMES = 20_000  # of one batch
 LIFE_FRAMES = 2_000

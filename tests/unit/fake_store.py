@@ -11,7 +11,6 @@ import select
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -50,8 +49,8 @@ from kvtally.wire.messages import (
     StatsGet,
     Welcome,
 )
+from tests.waiting import HANG_S, eventually
 
-SOON_S = 10.0  # everything that is awaited comes within this, or the test fails
 ARENA_BYTES = 1 << 20
 OBJECT_BYTES = 10_000
 TOKEN = "a token of enough characters"
@@ -102,10 +101,10 @@ class FakeStore:
         if self._listener.fileno() < 0:
             return
         self._shut([self._listener])
-        self._threads[0].join(SOON_S)  # nobody is accepted after this
+        self._threads[0].join(HANG_S)  # nobody is accepted after this
         self._shut(self._sockets)
         for thread in self._threads:
-            thread.join(SOON_S)
+            thread.join(HANG_S)
             assert not thread.is_alive()
         for each in (self._listener, *self._sockets):
             each.close()
@@ -122,7 +121,7 @@ class FakeStore:
     def take(self, kind: type[Q]) -> Q:
         """The next request of this kind."""
         while True:
-            request = self.requests.get(timeout=SOON_S)
+            request = self.requests.get(timeout=HANG_S)
             if isinstance(request, kind):
                 return request
 
@@ -266,7 +265,7 @@ class World:
             name=name,
             token=token,
             ca_file=ca_file,
-            timeout_s=SOON_S,
+            timeout_s=HANG_S,
             jitter=jitter,
         )
         return self._stack.enter_context(client)
@@ -295,11 +294,12 @@ def missed(result: object, reason: MissReason) -> str:
 
 def until(client: StoreClient, condition: Callable[[], bool]) -> None:
     """Poll until something has come about."""
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline
+
+    def polled() -> bool:
         client.poll()
-        time.sleep(0.001)
+        return condition()
+
+    eventually(polled)
 
 
 def held(client: StoreClient, wanted: Lookup = QUESTION) -> Lease:

@@ -19,8 +19,8 @@ from kvtally.instances import Instance
 from kvtally.router.app import Router, running
 from tests.unit.fake_vllm import FakeVLLM
 from tests.unit.shell import Bench
+from tests.waiting import HANG_S
 
-SOON_S = 10.0
 LONG = "a long prompt that is worth moving, " * 20
 PATH = "/v1/completions"
 
@@ -72,7 +72,7 @@ class Kit:
 
     async def lines(self, count: int) -> list[dict[str, Any]]:
         """The request log, once it has so many lines."""
-        async with asyncio.timeout(SOON_S):
+        async with asyncio.timeout(HANG_S):
             while len(lines := self.log.read_text().splitlines()) < count:  # noqa: ASYNC110 - a thread writes them
                 await asyncio.sleep(0.01)
         return [json.loads(line) for line in lines]
@@ -124,7 +124,7 @@ async def _is_connected(made: Kit) -> bool:
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(SOON_S):
+    async with asyncio.timeout(HANG_S):
         while not await condition():  # noqa: ASYNC110 - asked over HTTP
             await asyncio.sleep(0.01)
 
@@ -133,7 +133,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     """Run a test's coroutine, with a deadline."""
 
     async def bounded() -> None:
-        async with asyncio.timeout(3 * SOON_S):
+        async with asyncio.timeout(3 * HANG_S):
             await test()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as the router runs

@@ -8,7 +8,6 @@ import os
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -39,9 +38,9 @@ from kvtally.wire.messages import (
     Request,
     Welcome,
 )
+from tests.waiting import HANG_S
 
 TOKEN = "a token of enough characters"
-DEADLINE_S = 10.0
 OBJECT_BYTES = 5000
 NAMESPACE = Namespace(
     model="m",
@@ -66,9 +65,9 @@ class Running:
         self._thread = threading.Thread(target=self._run, args=(loop_factory,), daemon=True)
         self._thread.start()
         try:
-            self._loop = self._ready.result(DEADLINE_S)
+            self._loop = self._ready.result(HANG_S)
         except BaseException:
-            self._thread.join(DEADLINE_S)
+            self._thread.join(HANG_S)
             raise
 
     def call(self, function: Callable[[], T]) -> T:
@@ -77,7 +76,7 @@ class Running:
         async def run() -> T:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(DEADLINE_S)
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(HANG_S)
 
     def stats(self, *path: str) -> object:
         tree: object = self.call(self.server.hub.stats)
@@ -93,7 +92,7 @@ class Running:
         if self._thread.is_alive():
             self.call(self.server.hub.store.check)
             self._loop.call_soon_threadsafe(self.server.stopping.set)
-            self._thread.join(DEADLINE_S)
+            self._thread.join(HANG_S)
             assert not self._thread.is_alive()
 
     def _run(self, loop_factory: LoopFactory) -> None:
@@ -111,18 +110,11 @@ class Running:
             await self.server.stopping.wait()
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the store did not get there in time"
-        time.sleep(0.005)
-
-
 class Peer:
     """A client as raw as it gets. Reads with a deadline."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(DEADLINE_S)
+        connection.settimeout(HANG_S)
         self.socket = connection
         self.fds: list[int] = []
         self.greeting: Greeting | None = None

@@ -19,17 +19,8 @@ from kvtally.store.metrics import EACH, METRICS, Kind, render, samples
 from kvtally.store.server import StoreServer
 from kvtally.store.tiers.base import ObjectRecord, Tier
 from kvtally.testing.tiers import MemoryTier
-from tests.unit.shell import (
-    DEADLINE_S,
-    LOOKUP,
-    NAMESPACE,
-    OBJECT_BYTES,
-    TOKEN,
-    Bench,
-    Running,
-    eventually,
-    put,
-)
+from tests.unit.shell import LOOKUP, NAMESPACE, OBJECT_BYTES, TOKEN, Bench, Running, put
+from tests.waiting import HANG_S, eventually
 
 
 class Answer(NamedTuple):
@@ -43,7 +34,7 @@ class Answer(NamedTuple):
 
 
 def request(running: Running, path: str, method: str = "GET", **headers: str) -> Answer:
-    connection = http.client.HTTPConnection("127.0.0.1", running.server.admin_port, timeout=DEADLINE_S)
+    connection = http.client.HTTPConnection("127.0.0.1", running.server.admin_port, timeout=HANG_S)
     try:
         connection.request(method, path, headers=headers)
         response = connection.getresponse()

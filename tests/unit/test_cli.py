@@ -27,8 +27,7 @@ from kvtally.core.receipts import Half, Role
 from kvtally.errors import IncompatibleError
 from kvtally.link import miss_of
 from kvtally.wire.messages import PutObject, PutStatus, ResetDone
-
-DEADLINE_S = 20.0
+from tests.waiting import HANG_S
 
 NAMESPACE = Namespace(
     model="tiny",
@@ -90,7 +89,7 @@ def start_store(*arguments: str) -> subprocess.Popen[str]:
 def stop_store(process: subprocess.Popen[str], number: signal.Signals = signal.SIGTERM) -> int:
     process.send_signal(number)
     try:
-        process.communicate(timeout=DEADLINE_S)
+        process.communicate(timeout=HANG_S)
     finally:
         process.kill()
     return process.returncode
@@ -133,9 +132,7 @@ class TestHelp:
     def test_asking_for_help_imports_nothing_heavy(self) -> None:
         heavy = ("numpy", "rich", "asyncio", "uvicorn", "starlette", "aiohttp", "uvloop", "blake3", "ssl")
         code = f"import sys, kvtally.cli.main; print([name for name in {heavy!r} if name in sys.modules])"
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True
-        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=True)
         assert done.stdout == "[]\n"
 
     def test_a_wrong_command_is_a_usage_error(self, run: Run) -> None:
@@ -182,7 +179,7 @@ class TestErrors:
 
     def test_a_second_store_on_the_same_socket(self, run: Run, store: str) -> None:
         second = spawn("store", "--socket", store, "--memory", "16MiB")
-        _, err = second.communicate(timeout=DEADLINE_S)
+        _, err = second.communicate(timeout=HANG_S)
         assert second.returncode == 2
         assert "[KV-104]" in err.splitlines()[-2]
         assert run("stat", "--socket", store).code == 0

@@ -46,7 +46,6 @@ from tests.unit.fake_store import (
     NAMESPACE,
     OBJECT_BYTES,
     QUESTION,
-    SOON_S,
     World,
     got,
     held,
@@ -58,6 +57,7 @@ from tests.unit.fake_store import (
     slots_of,
     until,
 )
+from tests.waiting import HANG_S
 
 
 @pytest.fixture
@@ -302,7 +302,7 @@ def test_a_lease_is_promised_when_it_is_staged(world: World) -> None:
     lease = held(client)
     assert (lease.is_staged, lease.end_tokens, lease.found.end_tokens) == (False, 0, 512)
     missed(client.wait_staged(lease, timeout_s=0.05), MissReason.DEADLINE)
-    peer = store.peers.get(timeout=SOON_S)
+    peer = store.peers.get(timeout=HANG_S)
     peer.sendall(encode(Staged(0, 5, 256, MissReason.STAGING_FAILED, 256)))
     assert client.wait_staged(lease) is lease
     assert (lease.is_staged, lease.end_tokens, lease.reason) == (True, 256, MissReason.STAGING_FAILED)
@@ -331,7 +331,7 @@ def test_losing_the_store_ends_staging(world: World) -> None:
     client = world.client()
     store.on[Lookup] = lambda request: [Found(request.id, 512, 5, 2)]
     lease = held(client)
-    store.peers.get(timeout=SOON_S).shutdown(socket.SHUT_RDWR)
+    store.peers.get(timeout=HANG_S).shutdown(socket.SHUT_RDWR)
     missed(client.wait_staged(lease), MissReason.LEASE_EXPIRED)
     assert lease.is_staged
     assert lease.end_tokens == 0
@@ -345,7 +345,7 @@ def test_news_of_another_stores_lease_is_not_ours(world: World) -> None:
     old.stop()
     new = world.store("store-2")
     until(client, lambda: client.generation == 2 and client.session is not None)
-    new.peers.get(timeout=SOON_S).sendall(encode(Staged(0, 5, 512)))
+    new.peers.get(timeout=HANG_S).sendall(encode(Staged(0, 5, 512)))
     assert isinstance(client.ping().wait(), Done)
     assert (lease.outcome, lease.end_tokens) == (None, 0)
 
@@ -448,7 +448,7 @@ def test_a_new_store_voids_everything(world: World) -> None:
     old.on[Ping] = lambda _: []
     in_flight = client.ping()
     old.take(Ping)
-    old_pipe = old.liveness.get(timeout=SOON_S)
+    old_pipe = old.liveness.get(timeout=HANG_S)
     old.stop()
     missed(in_flight.wait(), MissReason.STORE_UNREACHABLE)
 
@@ -481,7 +481,7 @@ def test_the_same_store_after_a_lost_connection_voids_everything_too(world: Worl
     client = world.client()
     client.put(objects(1))
     lease = held(client)
-    store.peers.get(timeout=SOON_S).shutdown(socket.SHUT_RDWR)
+    store.peers.get(timeout=HANG_S).shutdown(socket.SHUT_RDWR)
     until(client, lambda: client.generation == 2 and client.session is not None)
     missed(client.slots(lease).wait(), MissReason.LEASE_EXPIRED)
     assert lease.end_tokens == 0
@@ -492,7 +492,7 @@ def test_closing_lets_go_of_the_arena(world: World) -> None:
     store = world.store()
     client = world.client()
     (put,) = puts_of(client)
-    pipe = store.liveness.get(timeout=SOON_S)
+    pipe = store.liveness.get(timeout=HANG_S)
     call = client.ping()
     client.close()
     client.close()
@@ -546,7 +546,7 @@ def test_a_forked_child_does_not_keep_its_parents_arena(world: World) -> None:
     store = world.store()
     client = world.client()
     client.connect()
-    pipe = store.liveness.get(timeout=SOON_S)
+    pipe = store.liveness.get(timeout=HANG_S)
     to_child, from_parent = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -557,7 +557,7 @@ def test_a_forked_child_does_not_keep_its_parents_arena(world: World) -> None:
         os._exit(0)
     try:
         client.close()
-        assert is_closed(pipe, SOON_S)
+        assert is_closed(pipe, HANG_S)
     finally:
         os.close(from_parent)
         os.waitpid(pid, 0)

@@ -23,7 +23,8 @@ from kvtally.vllm.path import Path as TokenPath
 from kvtally.vllm.tally import Tally
 from kvtally.vllm.track import Track
 from tests.unit.early_kit import CHUNK, DENSE, PROMPT, Asked, inquiries, request, save, store
-from tests.unit.shell import Bench, Running, eventually
+from tests.unit.shell import Bench, Running
+from tests.waiting import eventually
 
 __all__ = ["inquiries", "store"]  # fixtures
 

@@ -22,7 +22,7 @@ from kvtally.store.tiers.disk import READ_STEP_BYTES
 from kvtally.store.tiers.files import CLOSED, FileDevice, open_disk
 from kvtally.store.tiers.journal import Dropped
 from tests.unit.disk_kit import CAPACITY_BYTES, code_of, get, numbers, put, snapshot, verifies
-from tests.unit.shell import eventually
+from tests.waiting import eventually
 
 # ---------------------------------------------------------------- how it is read
 

@@ -18,7 +18,8 @@ from kvtally.vllm.inquiry import Answer, Inquiries, Inquiry
 from kvtally.vllm.path import Boundary, Extras
 from kvtally.vllm.path import Path as TokenPath
 from kvtally.wire.messages import MissReason, PutObject, PutStatus
-from tests.unit.shell import Bench, eventually
+from tests.unit.shell import Bench
+from tests.waiting import eventually
 
 CHUNK = 64
 FULL, STATE = 0, 1

@@ -52,7 +52,6 @@ from kvtally.wire.messages import (
 from tests.unit.fake_store import (
     ARENA_BYTES,
     QUESTION,
-    SOON_S,
     TOKEN,
     Action,
     FakeStore,
@@ -63,6 +62,7 @@ from tests.unit.fake_store import (
     puts_of,
     until,
 )
+from tests.waiting import HANG_S
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_a_store_stopped_in_the_middle_of_a_message(world: World) -> None:
     store = world.store()
     client = world.client()
     client.connect()
-    peer = store.peers.get(timeout=SOON_S)
+    peer = store.peers.get(timeout=HANG_S)
 
     def stop_half_way(request: Ping) -> list[Action]:
         peer.sendall(encode(Stats(request.id, {"a": "b" * 999}))[:500])
@@ -186,7 +186,7 @@ def test_what_comes_too_late_is_given_back(world: World) -> None:
     cancelled = client.put_begin([objects(2)[1][0]])
     cancelled.cancel()
     missed(cancelled.result, MissReason.DEADLINE)
-    peer = store.peers.get(timeout=SOON_S)
+    peer = store.peers.get(timeout=HANG_S)
     peer.sendall(encode(Found(expired.id, 256, 77)))
     peer.sendall(encode(PutSlots(cancelled.id, [PutSlot(PutStatus.PRESENT), PutSlot(PutStatus.WRITE, 88, [0, 1])])))
     until(client, lambda: store.saw(Release) and store.requests.queue[-1].id > cancelled.id + 1)
@@ -203,7 +203,7 @@ def test_a_call_that_expired_before_the_handshake_is_never_sent(world: World) ->
     cancelled.cancel()
     stats = client.stats()
     hello = store.take(Hello)
-    store.peers.get(timeout=SOON_S).sendall(encode(Welcome(hello.id, 1)))
+    store.peers.get(timeout=HANG_S).sendall(encode(Welcome(hello.id, 1)))
     assert isinstance(stats.wait(), Stats)
     assert not store.saw(Ping)
 
@@ -212,7 +212,7 @@ def test_late_answers_to_other_calls_are_dropped(world: World) -> None:
     store = world.store()
     client = world.client()
     client.connect()
-    peer = store.peers.get(timeout=SOON_S)
+    peer = store.peers.get(timeout=HANG_S)
     peer.sendall(encode(Done(999)) + encode(Staged(0, 55, 256)) + encode(Refused(999, "KV-302", "late", "none")))
     assert isinstance(client.ping().wait(), Done)
     assert client.generation == 1
@@ -261,7 +261,7 @@ def test_after_a_success_attempts_are_frequent_again(world: World) -> None:
     missed(client.connect(0.4), MissReason.STORE_UNREACHABLE)  # the next pause is 0.4 s, then 0.8
     store = world.store()
     assert isinstance(client.connect(), link_module.Session)
-    store.peers.get(timeout=SOON_S).shutdown(socket.SHUT_RDWR)
+    store.peers.get(timeout=HANG_S).shutdown(socket.SHUT_RDWR)
     until(client, lambda: client.session is None)
     begun = time.monotonic()
     assert isinstance(client.connect(), link_module.Session)
@@ -276,8 +276,8 @@ def test_descriptors_do_not_leak(world: World) -> None:
         store.protocol, store.descriptors_count = protocol, count
         with StoreClient(world.path) as client:
             assert isinstance(client.ping().wait(), Miss)
-        store.peers.get(timeout=SOON_S)
-        os.close(store.liveness.get(timeout=SOON_S))
+        store.peers.get(timeout=HANG_S)
+        os.close(store.liveness.get(timeout=HANG_S))
     # Of the three connections only the store's own ends may still be open.
     assert len(os.listdir("/proc/self/fd")) <= opened + 3
 
@@ -320,7 +320,7 @@ def test_who_is_no_store_is_not_believed(world: World, greeting: bytes) -> None:
     store.greets = False
     client = world.client()
     call = client.ping()
-    store.peers.get(timeout=SOON_S).sendall(greeting)
+    store.peers.get(timeout=HANG_S).sendall(greeting)
     missed(call.wait(), MissReason.STORE_UNREACHABLE)
 
 
@@ -355,7 +355,7 @@ def test_of_several_addresses_the_one_that_lives_is_found(world: World, monkeypa
     [dead] = free_ports(1)  # nobody listens there
     found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port)) for port in (dead, store.port)]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    assert not isinstance(world.client(f"tcp://two.example:{store.port}").connect(SOON_S), Miss)
+    assert not isinstance(world.client(f"tcp://two.example:{store.port}").connect(HANG_S), Miss)
 
 
 def test_another_protocol_is_refused_with_a_remedy(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,11 +434,11 @@ def test_unsent_bytes_are_bounded_and_submitting_never_blocks(world: World, monk
     store = world.store()
     client = world.client()
     client.connect()
-    peer = store.peers.get(timeout=SOON_S)
+    peer = store.peers.get(timeout=HANG_S)
     blocked = threading.Event()
 
     def answer_later(_: Ping) -> list[Action]:
-        blocked.wait(SOON_S)
+        blocked.wait(HANG_S)
         return []
 
     store.on[Ping] = answer_later

@@ -41,7 +41,8 @@ from kvtally.wire.messages import (
     Staged,
     Wanted,
 )
-from tests.unit.shell import Bench, Running, eventually
+from tests.unit.shell import Bench, Running
+from tests.waiting import eventually
 
 GRANULE = 4096
 CHUNK = 64

@@ -18,8 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtally.core.receipts import Half
 from kvtally.router.metrics import METRICS
 from tests.unit.fake_vllm import FakeVLLM, Seen, event, nixl_answer
-from tests.unit.router_kit import LONG, SOON_S, Kit, Reply, a_store, kit, run, until
+from tests.unit.router_kit import LONG, Kit, Reply, a_store, kit, run, until
 from tests.unit.shell import TOKEN
+from tests.waiting import HANG_S
 
 WORDS = b"".join(event({"choices": [{"index": 0, "text": f" w{number}"}]}) for number in range(4))
 STREAM = WORDS + b"data: [DONE]\n\n"
@@ -82,7 +83,7 @@ class TestHandOff:
                     assert response.headers["x-kvtally-verdict"] == "proved"
                     ticket = response.headers["x-kvtally-request"]
                     assert (await it.send("GET", f"/receipts/{ticket}")).json()["verdict"] == "proved"  # already
-                    async with asyncio.timeout(SOON_S):
+                    async with asyncio.timeout(HANG_S):
                         assert await response.content.readany() == STREAM[: STREAM.index(b"data: ", 1)]
                         it.decode[0].pause.set()
                         assert await response.content.read() == STREAM[STREAM.index(b"data: ", 1) :]
@@ -385,7 +386,7 @@ class TestStrict:
                 it.decode[0].pauses_after = 1
                 it.decode[0].pause.clear()
                 assert (await it.ask(stream=True)).status == 502
-                async with asyncio.timeout(SOON_S):
+                async with asyncio.timeout(HANG_S):
                     await it.decode[0].seen[0].is_over.wait()
                 assert it.decode[0].seen[0].was_cancelled
 
@@ -639,7 +640,7 @@ class TestFaults:
                 reply = await it.ask()
                 assert reply.status == 504
                 (seen,) = it.decode[0].seen
-                async with asyncio.timeout(SOON_S):
+                async with asyncio.timeout(HANG_S):
                     await seen.is_over.wait()
                 assert seen.was_cancelled
 
@@ -834,7 +835,7 @@ class TestServer:
             async with kit(tmp_path, prefill=0) as it:
                 it.decode[0].pause.clear()
                 first = asyncio.ensure_future(it.ask("x" * 9_000))
-                async with asyncio.timeout(SOON_S):
+                async with asyncio.timeout(HANG_S):
                     await it.decode[0].arrived.wait()
                 refused = await it.ask("y" * 2_000)
                 assert (refused.status, "KV-707" in refused.json()["error"]["message"]) == (503, True)
@@ -876,7 +877,7 @@ class TestServer:
         async def test() -> None:
             async with kit(tmp_path, prefill=0) as it:
                 reader, writer = await asyncio.open_connection("127.0.0.1", it.router.port)
-                async with asyncio.timeout(SOON_S):
+                async with asyncio.timeout(HANG_S):
                     for _ in range(2):
                         writer.write(b"GET /v1/models HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
                         head = (await reader.readuntil(b"\r\n\r\n")).lower()
@@ -994,7 +995,7 @@ class TestServer:
             async with kit(tmp_path, store=store) as it:
                 it.prefill[0].pause.clear()
                 asked = asyncio.ensure_future(it.ask())
-                async with asyncio.timeout(SOON_S):
+                async with asyncio.timeout(HANG_S):
                     await it.prefill[0].arrived.wait()
                     it.prefill[0].health = 500
                     reply = await asked
@@ -1014,7 +1015,7 @@ class TestServer:
                     engine.pauses_after = -1
                     engine.pause.clear()
                 asked = asyncio.ensure_future(it.ask(stream=True))
-                async with asyncio.timeout(SOON_S):
+                async with asyncio.timeout(HANG_S):
                     arrivals = [asyncio.ensure_future(engine.arrived.wait()) for engine in it.decode]
                     await asyncio.wait(arrivals, return_when=asyncio.FIRST_COMPLETED)
                     first, second = sorted(it.decode, key=lambda engine: not engine.seen)
@@ -1034,7 +1035,7 @@ class TestServer:
             async with kit(tmp_path, store=store) as it:
                 it.decode[0].pause.clear()
                 asked = asyncio.ensure_future(it.ask())
-                async with asyncio.timeout(SOON_S):
+                async with asyncio.timeout(HANG_S):
                     await it.decode[0].arrived.wait()
                     it.decode[0].health = 500
                     reply = await asked
@@ -1069,7 +1070,7 @@ async def drain(response: aiohttp.ClientResponse, parts: list[bytes]) -> None:
 async def leave(it: Kit, engine: FakeVLLM, body: dict[str, object]) -> None:
     """Ask, wait until the engine has the request, and hang up."""
     _, writer = await _raw(it, body)
-    async with asyncio.timeout(SOON_S):
+    async with asyncio.timeout(HANG_S):
         await engine.arrived.wait()
         writer.close()
         await engine.seen[0].is_over.wait()
@@ -1094,7 +1095,7 @@ async def _exchange(it: Kit, head: str | bytes, body: bytes = b"") -> bytes:
     """What comes back on a connection that is closed after one request."""
     reader, writer = await asyncio.open_connection("127.0.0.1", it.router.port)
     writer.write((head.encode() if isinstance(head, str) else head) + b"\r\nConnection: close\r\n\r\n" + body)
-    async with asyncio.timeout(SOON_S):
+    async with asyncio.timeout(HANG_S):
         reply = await reader.read()
     writer.close()
     return reply

@@ -21,7 +21,8 @@ from kvtally.bench import route as bench
 from kvtally.machine import free_ports
 from kvtally.router.app import SAME_SIGNAL_S
 from tests.unit.fake_vllm import FakeVLLM
-from tests.unit.router_kit import PATH, SOON_S, run
+from tests.unit.router_kit import PATH, run
+from tests.waiting import HANG_S
 
 ROUTE = [sys.executable, "-m", "kvtally", "route"]
 
@@ -53,13 +54,13 @@ def test_it_starts_before_its_engines_and_stops_when_told(tmp_path: Path) -> Non
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     process = subprocess.Popen([*ROUTE, *flags], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        deadline = time.monotonic() + 3 * SOON_S
+        deadline = time.monotonic() + 3 * HANG_S
         while (status := health(port)) != 503:  # it listens, and has found that nobody is there
             assert time.monotonic() < deadline, f"no answer but {status}"
             assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=SOON_S)
+        out, err = process.communicate(timeout=HANG_S)
         assert process.returncode == 0, err
         assert b"the router is ready" in err
         assert out == b""
@@ -92,7 +93,7 @@ def test_a_second_signal_cuts_streams_and_ends_well(tmp_path: Path) -> None:
                     await asyncio.sleep(SAME_SIGNAL_S + 0.1)
                     assert process.returncode is None
                     process.terminate()
-                    out, err = await asyncio.wait_for(process.communicate(), SOON_S)
+                    out, err = await asyncio.wait_for(process.communicate(), HANG_S)
                     with pytest.raises(aiohttp.ClientError):
                         await response.read()
             finally:

@@ -21,8 +21,9 @@ from kvtally.router.stores import Answer, StoreReader
 from kvtally.wire.frames import encode
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import PROTOCOL_VERSION, Greeting, Refused
-from tests.unit.router_kit import SOON_S, a_store, run
+from tests.unit.router_kit import a_store, run
 from tests.unit.shell import TOKEN
+from tests.waiting import HANG_S
 
 HALF = Half(role=Role.DECODE, prompt_tokens=9, tokens_gpu=8, computed_tokens=1)
 
@@ -40,7 +41,7 @@ async def reading(address: str | Endpoint, token: str = "") -> AsyncIterator[Sto
 
 
 async def connected(reader: StoreReader) -> None:
-    async with asyncio.timeout(SOON_S):
+    async with asyncio.timeout(HANG_S):
         while reader.problem:  # noqa: ASYNC110 - set by a connection
             await asyncio.sleep(0.005)
 
@@ -75,7 +76,7 @@ def test_whether_a_store_answers_is_known_after_the_first_try(tmp_path: Path, is
         with a_store(tmp_path) as (_, path):
             async with reading(path if is_there else str(tmp_path / "nobody")) as reader:
                 assert not reader.tried.is_set()
-                async with asyncio.timeout(SOON_S):
+                async with asyncio.timeout(HANG_S):
                     await reader.tried.wait()
                 assert (reader.problem == "") == is_there
 
@@ -89,11 +90,11 @@ def test_a_thousand_wait_at_once_and_those_beyond_the_store_s_limit_are_told_at_
                 await connected(reader)
                 limit = Limits().waiting_per_client
                 asked = [reader.ask(f"t{number}", 30_000) for number in range(limit + 50)]
-                async with asyncio.timeout(SOON_S):
+                async with asyncio.timeout(HANG_S):
                     assert await asyncio.gather(*asked[limit:]) == [Answer(None)] * 50
                 assert not any(future.done() for future in asked[:limit])
                 await asyncio.to_thread(file, path, "t7")
-                async with asyncio.timeout(SOON_S):
+                async with asyncio.timeout(HANG_S):
                     assert (await asked[7]).receipt is not None
 
     run(test)
@@ -115,7 +116,7 @@ def test_a_store_that_goes_ends_the_waits_and_is_found_again(tmp_path: Path) -> 
                 await connected(reader)
                 asked = reader.ask("t", 60_000)
                 await asyncio.to_thread(running.stop)
-                async with asyncio.timeout(SOON_S):
+                async with asyncio.timeout(HANG_S):
                     assert await asked == Answer(None, "store_unreachable")
                 with a_store(tmp_path):
                     await connected(reader)
@@ -153,7 +154,7 @@ def test_over_tcp_the_token_is_proved(tmp_path: Path, token: str, problem: str) 
                     await connected(reader)
                     assert await reader.ask("t", 10) == Answer(None)
                     return
-                async with asyncio.timeout(SOON_S):
+                async with asyncio.timeout(HANG_S):
                     while reader.problem != problem:  # noqa: ASYNC110 - set by a connection
                         await asyncio.sleep(0.005)
                 assert reader.ask("t", 10).result() == Answer(None, problem)
@@ -199,7 +200,7 @@ def test_a_store_whose_name_leads_nowhere_yet_is_looked_for_again(
             assert not known.shares_memory
             async with reading(known) as reader:
                 await connected(reader)
-            async with reading(lost) as reader, asyncio.timeout(SOON_S):
+            async with reading(lost) as reader, asyncio.timeout(HANG_S):
                 await reader.tried.wait()
                 assert reader.problem == "store_unreachable"
 
@@ -235,7 +236,7 @@ def test_a_store_that_misbehaves_is_no_store(
         async with server:
             async with reading(path) as reader:
                 reader.problem = "not known yet"
-                async with asyncio.timeout(SOON_S):
+                async with asyncio.timeout(HANG_S):
                     while reader.problem != problem:  # noqa: ASYNC110 - set by a connection
                         await asyncio.sleep(0.005)
                 assert reader.ask("t", 60_000).result() == Answer(None, problem)
@@ -257,10 +258,10 @@ def test_a_store_that_stops_answering_does_not_hold_questions_for_ever(
                 stuck, release = asyncio.Event(), threading.Event()
                 loop = asyncio.get_running_loop()
                 blocked = loop.run_in_executor(
-                    None, lambda: running.call(lambda: (loop.call_soon_threadsafe(stuck.set), release.wait(SOON_S)))
+                    None, lambda: running.call(lambda: (loop.call_soon_threadsafe(stuck.set), release.wait(HANG_S)))
                 )
                 await stuck.wait()
-                async with asyncio.timeout(SOON_S):
+                async with asyncio.timeout(HANG_S):
                     assert await reader.ask("t", 10) == Answer(None, "store_unreachable")
                 release.set()
                 await blocked

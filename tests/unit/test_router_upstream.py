@@ -17,7 +17,8 @@ from kvtally.instances import Instance
 from kvtally.router.engines import Failure, Leg, ask
 from kvtally.router.pool import Member
 from kvtally.router.upstream import HIGH_WATER_BYTES, EngineClient, Response, _Connection
-from tests.unit.router_kit import SOON_S, run
+from tests.unit.router_kit import run
+from tests.waiting import HANG_S
 
 HEAD = b"HTTP/1.1 200 OK\r\nX-A: 1\r\n"
 
@@ -237,7 +238,7 @@ def test_waits_end_by_deadline_or_when_the_engine_is_given_up() -> None:
         async with serving(answer) as client:
             for end in (client.sweep, lambda: client.give_up("it went down")):
                 asked = asyncio.ensure_future(get(client))
-                async with asyncio.timeout(SOON_S):
+                async with asyncio.timeout(HANG_S):
                     while not client._waiting:  # noqa: ASYNC110 - nothing says so
                         await asyncio.sleep(0.001)
                 client.timeout_s = -1.0  # whatever the clock says
@@ -263,7 +264,7 @@ def test_half_an_answer_is_waited_for_once(is_up: bool, failure: tuple[str, bool
             member = Member(Instance(url="http://127.0.0.1:1", store="", bootstrap=""))
             member.client, member.is_up = client, is_up
             asked = asyncio.ensure_future(ask(member, Leg("/", CIMultiDict(), None, "GET")))
-            async with asyncio.timeout(SOON_S):
+            async with asyncio.timeout(HANG_S):
                 while not any(waiting.has_begun for waiting in client._waiting):  # noqa: ASYNC110 - nothing says so
                     await asyncio.sleep(0.001)
             client.timeout_s = -1.0  # whatever the clock says

@@ -38,20 +38,8 @@ from kvtally.wire.messages import (
     StatsGet,
     Welcome,
 )
-from tests.unit.shell import (
-    CHAIN,
-    DEADLINE_S,
-    LOOKUP,
-    OBJECT_BYTES,
-    PUT,
-    TOKEN,
-    Bench,
-    LoopFactory,
-    Running,
-    eventually,
-    pieces_of,
-    put,
-)
+from tests.unit.shell import CHAIN, LOOKUP, OBJECT_BYTES, PUT, TOKEN, Bench, LoopFactory, Running, pieces_of, put
+from tests.waiting import HANG_S, eventually
 
 ROOT = Path(__file__).parents[2]
 LOOPS = [new_event_loop, asyncio.new_event_loop]
@@ -306,7 +294,7 @@ def test_a_killed_writer_leaves_nothing_behind(bench: Bench) -> None:
     assert child.stdout.readline() == b"begun\n"
     assert running.stats("arena", "used_bytes") == 8192
     child.send_signal(signal.SIGKILL)
-    child.wait(DEADLINE_S)
+    child.wait(HANG_S)
     child.stdout.close()
     eventually(lambda: running.stats("arena", "used_bytes") == 0)
     assert (running.stats("clients"), limbo(running)) == ([], 0)

@@ -25,17 +25,8 @@ from kvtally.store.tiers.base import ObjectRecord
 from kvtally.testing.tiers import MemoryTier
 from kvtally.wire.limits import MIB
 from kvtally.wire.messages import Done, Found, Ping, SlotsGet, Staged
-from tests.unit.shell import (
-    DEADLINE_S,
-    LOOKUP,
-    OBJECT_BYTES,
-    TOKEN,
-    Bench,
-    LoopFactory,
-    Running,
-    pieces_of,
-    put,
-)
+from tests.unit.shell import LOOKUP, OBJECT_BYTES, TOKEN, Bench, LoopFactory, Running, pieces_of, put
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 LOOPS = [new_event_loop, asyncio.new_event_loop]
@@ -90,7 +81,7 @@ def test_a_client_that_comes_at_the_very_end_is_let_go(
             fronts[0]._accept()
 
     with socket.socket(socket.AF_UNIX) as peer:
-        peer.settimeout(DEADLINE_S)
+        peer.settimeout(HANG_S)
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(come_and_stop(peer))
         assert peer.recv(MIB)  # the greeting
@@ -167,7 +158,7 @@ def test_running_out_of_memory_stops_the_store(bench: Bench, monkeypatch: pytest
 
     monkeypatch.setattr(Mapping, "populate", no_memory)
     running = bench.start()
-    running._thread.join(DEADLINE_S)
+    running._thread.join(HANG_S)
     assert running.server.failure is not None
     assert running.server.failure.code == "KV-102"
 
@@ -204,7 +195,7 @@ class SlowTier(MemoryTier):
 
     def write(self, record: ObjectRecord, source: Sequence[memoryview]) -> None:
         self.entered.set()
-        assert self.let_through.wait(DEADLINE_S)
+        assert self.let_through.wait(HANG_S)
         super().write(record, source)
 
     def close(self) -> None:
@@ -217,7 +208,7 @@ def start_with_unwritten_object(bench: Bench, tier: SlowTier) -> Running:
     mapping = peer.map()
     put(peer, mapping, bytes(OBJECT_BYTES))
     mapping.close()
-    assert tier.entered.wait(DEADLINE_S)
+    assert tier.entered.wait(HANG_S)
     return running
 
 
@@ -277,7 +268,7 @@ def test_the_process_ends_with_0_on_a_signal(bench: Bench, number: signal.Signal
     with start_process(bench.path) as child:
         bench.client()
         child.send_signal(number)
-        assert child.wait(DEADLINE_S) == 0
+        assert child.wait(HANG_S) == 0
     assert not Path(bench.path).exists()
 
 
@@ -294,4 +285,4 @@ def test_an_idle_store_uses_no_processor(bench: Bench) -> None:
         time.sleep(1.0)
         assert used_s() - begun <= 0.01
         child.terminate()
-        assert child.wait(DEADLINE_S) == 0
+        assert child.wait(HANG_S) == 0

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,8 @@ from kvtally.errors import ConfigError, TransportError
 from kvtally.up import guard
 from kvtally.up.plan import Part, Process
 from kvtally.up.supervise import Row, State, Supervisor, bound_log, tail
+from tests.waiting import HANG_S, comes_about, eventually
 
-DEADLINE_S = 20.0
 ROOT = Path(__file__).parents[2]
 
 # A server that is healthy once the file GATE exists. It notes its own process id and those of two children: one in its
@@ -75,7 +74,7 @@ class Yard:
         mode: str = "plain",
         part: Part = Part.PLAIN,
         gate: Path | None = None,
-        start_timeout_s: float = DEADLINE_S,
+        start_timeout_s: float = HANG_S,
     ) -> Process:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = int(probe.getsockname()[1])
@@ -143,20 +142,13 @@ def is_reaped(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come in time"
-        time.sleep(0.01)
-
-
 def play(supervisor: Supervisor, story: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a supervisor while the story happens, then stop it."""
 
     async def both() -> None:
         running = asyncio.create_task(supervisor.run())
         telling = asyncio.create_task(story())
-        async with asyncio.timeout(2 * DEADLINE_S):
+        async with asyncio.timeout(2 * HANG_S):
             await asyncio.wait({running, telling}, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 telling.cancel()
@@ -166,11 +158,6 @@ def play(supervisor: Supervisor, story: Callable[[], Coroutine[Any, Any, None]])
             await running
 
     asyncio.run(both())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 (of other processes: there is no event)
-        await asyncio.sleep(0.01)
 
 
 def row(supervisor: Supervisor, name: str) -> Row:
@@ -205,7 +192,7 @@ def test_a_process_is_ready_when_it_answers_and_not_before(yard: Yard) -> None:
     supervisor = yard.supervisor(yard.server("slow", gate=gate), yard.server("next", stage=1))
 
     async def story() -> None:
-        await until(lambda: bool(yard.pids("slow")))
+        await comes_about(lambda: bool(yard.pids("slow")))
         assert [row.state for row in supervisor.rows()] == [State.STARTING, State.WAITING]
         assert yard.pids("next") == []
         gate.touch()
@@ -221,7 +208,9 @@ def test_what_dies_is_started_again_and_leaves_no_orphans(yard: Yard) -> None:
         await supervisor.ready.wait()
         first = row(supervisor, "engine")
         os.kill(first.pid, signal.SIGKILL)
-        await until(lambda: row(supervisor, "engine").restarts == 1 and row(supervisor, "engine").state is State.READY)
+        await comes_about(
+            lambda: row(supervisor, "engine").restarts == 1 and row(supervisor, "engine").state is State.READY
+        )
         assert row(supervisor, "engine").pid == yard.pids("engine")[1][0] != first.pid
         assert [lives(pid) for pid in yard.pids("engine")[0]] == [False] * 3  # its children too
 
@@ -236,7 +225,9 @@ def test_a_killed_guard_takes_its_process_along(yard: Yard) -> None:
         await supervisor.ready.wait()
         process, sleeper, apart = yard.pids("engine")[0]
         os.kill(int(status(process)[1]), signal.SIGKILL)
-        await until(lambda: row(supervisor, "engine").restarts == 1 and row(supervisor, "engine").state is State.READY)
+        await comes_about(
+            lambda: row(supervisor, "engine").restarts == 1 and row(supervisor, "engine").state is State.READY
+        )
         assert not lives(process)
         assert not lives(sleeper)
         os.kill(apart, signal.SIGKILL)  # who left the group is nobody's, if the guard is killed
@@ -303,7 +294,7 @@ def test_a_life_is_counted_from_when_it_was_ready(yard: Yard) -> None:
         await supervisor.ready.wait()
         await asyncio.sleep(0.2)
         os.kill(row(supervisor, "engine").pid, signal.SIGKILL)
-        await until(lambda: row(supervisor, "engine").state is State.FAILED)
+        await comes_about(lambda: row(supervisor, "engine").state is State.FAILED)
 
     play(supervisor, story)
     assert len(seen) == 2
@@ -317,7 +308,7 @@ def test_a_process_that_dies_too_often_ends_it_all_with_its_log(yard: Yard) -> N
     async def story() -> None:
         await supervisor.ready.wait()
         os.kill(row(supervisor, "engine").pid, signal.SIGKILL)
-        await asyncio.sleep(DEADLINE_S)
+        await asyncio.sleep(HANG_S)
 
     with pytest.raises(TransportError, match="engine died 3 times") as raised:
         play(supervisor, story)
@@ -333,7 +324,7 @@ def test_one_of_two_engines_may_be_given_up(yard: Yard) -> None:
     async def story() -> None:
         await supervisor.ready.wait()
         os.kill(row(supervisor, "bad").pid, signal.SIGKILL)
-        await until(lambda: row(supervisor, "bad").state is State.FAILED)
+        await comes_about(lambda: row(supervisor, "bad").state is State.FAILED)
         assert row(supervisor, "good").state is State.READY
 
     play(supervisor, story)
@@ -343,7 +334,7 @@ def test_one_of_two_engines_may_be_given_up(yard: Yard) -> None:
 def test_a_failed_start_shows_the_log_and_stops_the_rest(yard: Yard) -> None:
     supervisor = yard.supervisor(yard.server("store"), yard.server("engine", stage=1, mode="broken"))
     with pytest.raises(TransportError) as raised:
-        play(supervisor, lambda: asyncio.sleep(DEADLINE_S))
+        play(supervisor, lambda: asyncio.sleep(HANG_S))
     assert "engine did not start: it ended with exit code 3" in raised.value.message
     assert "hello from broken\nboom  [31m it is broken" in raised.value.message  # and no escape sequence
     assert row(supervisor, "store").state is State.STOPPED
@@ -352,13 +343,13 @@ def test_a_failed_start_shows_the_log_and_stops_the_rest(yard: Yard) -> None:
 def test_a_command_that_does_not_exist_is_a_failed_start(yard: Yard) -> None:
     process = msgspec.structs.replace(yard.server("engine"), argv=["/no/such/program"])
     with pytest.raises(TransportError, match="/no/such/program cannot be started: No such file"):
-        play(yard.supervisor(process), lambda: asyncio.sleep(DEADLINE_S))
+        play(yard.supervisor(process), lambda: asyncio.sleep(HANG_S))
 
 
 def test_a_start_that_takes_too_long_is_ended(yard: Yard) -> None:
     never = yard.server("slow", gate=yard.directory / "never", start_timeout_s=0.5)
     with pytest.raises(TransportError, match=r"slow did not start: it was not ready within 0\.5 s"):
-        play(yard.supervisor(never), lambda: asyncio.sleep(DEADLINE_S))
+        play(yard.supervisor(never), lambda: asyncio.sleep(HANG_S))
 
 
 @pytest.mark.parametrize("stops", [1, 2], ids=["after its time of grace", "at once when asked twice"])
@@ -385,7 +376,7 @@ def test_logs_of_the_last_run_are_kept_apart(yard: Yard) -> None:
 def test_logs_that_cannot_be_written_are_an_error(yard: Yard) -> None:
     yard.logs.touch()
     with pytest.raises(ConfigError, match="logs cannot be written"):
-        play(yard.supervisor(yard.server("engine")), lambda: asyncio.sleep(DEADLINE_S))
+        play(yard.supervisor(yard.server("engine")), lambda: asyncio.sleep(HANG_S))
 
 
 def test_removed_logs_stop_nothing_until_one_is_needed(yard: Yard) -> None:
@@ -395,7 +386,7 @@ def test_removed_logs_stop_nothing_until_one_is_needed(yard: Yard) -> None:
         await supervisor.ready.wait()
         shutil.rmtree(yard.logs)
         os.kill(row(supervisor, "engine").pid, signal.SIGKILL)
-        await asyncio.sleep(DEADLINE_S)
+        await asyncio.sleep(HANG_S)
 
     with pytest.raises(TransportError, match=r"engine could not be started: .*No such file") as raised:
         play(supervisor, story)
@@ -467,7 +458,7 @@ def test_a_signal_stops_everything(yard: Yard, command: subprocess.Popen[str], n
     assert "kvtally verify http://127.0.0.1:" in lines[-1]
     assert [lives(pid) for pid in yard.everybody()] == [True] * 6
     command.send_signal(number)
-    out, _ = command.communicate(timeout=DEADLINE_S)
+    out, _ = command.communicate(timeout=HANG_S)
     assert command.returncode == 0
     assert out.splitlines()[1:] == ["engine: stopped", "store: stopped"]
     assert [lives(pid) for pid in yard.everybody()] == [False] * 6
@@ -479,9 +470,9 @@ def test_a_terminal_that_closes_stops_nothing_under_nohup(yard: Yard) -> None:
             lines_until_ready(command)
             command.send_signal(signal.SIGHUP)
             os.kill(yard.pids("engine")[0][0], signal.SIGKILL)
-            wait_for(lambda: len(yard.pids("engine")) == 2, "the restart")
+            eventually(lambda: len(yard.pids("engine")) == 2, "the restart")
             command.terminate()
-            out, _ = command.communicate(timeout=DEADLINE_S)
+            out, _ = command.communicate(timeout=HANG_S)
         finally:
             command.kill()
     assert command.returncode == 0
@@ -491,8 +482,8 @@ def test_a_terminal_that_closes_stops_nothing_under_nohup(yard: Yard) -> None:
 def test_nothing_outlives_a_killed_command(yard: Yard, command: subprocess.Popen[str]) -> None:
     lines_until_ready(command)
     command.kill()
-    command.wait(DEADLINE_S)
-    wait_for(lambda: not any(lives(pid) for pid in yard.everybody()), "the end of all")
+    command.wait(HANG_S)
+    eventually(lambda: not any(lives(pid) for pid in yard.everybody()), "the end of all")
 
 
 def test_nobody_has_to_listen(yard: Yard, command: subprocess.Popen[str]) -> None:
@@ -501,9 +492,9 @@ def test_nobody_has_to_listen(yard: Yard, command: subprocess.Popen[str]) -> Non
     assert command.stdout is not None
     command.stdout.close()
     os.kill(yard.pids("engine")[0][0], signal.SIGKILL)
-    wait_for(lambda: len(yard.pids("engine")) == 2, "the restart")
+    eventually(lambda: len(yard.pids("engine")) == 2, "the restart")
     command.terminate()
-    assert command.wait(DEADLINE_S) == 0
+    assert command.wait(HANG_S) == 0
 
 
 def test_a_terminal_gets_a_table(yard: Yard) -> None:
@@ -517,7 +508,7 @@ def test_a_terminal_gets_a_table(yard: Yard) -> None:
         with contextlib.suppress(OSError):  # the terminal's other side is closed
             while part := os.read(ours, 1 << 16):
                 shown += part
-        assert command.wait(DEADLINE_S) == 0
+        assert command.wait(HANG_S) == 0
     os.close(ours)
     assert b"process" in shown
     assert b"restarts" in shown
