@@ -100,6 +100,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerHalf | None = None
         self._inquiries: Inquiries | None = None
         self._results = Results()
+        self._callers_exception: BaseException | None = None  # what our caller was handling when the step began
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         # A load that fails must be computed again; vLLM's own default would fail the request.
@@ -286,6 +287,14 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.load_first(metadata.early_loads)
             self._worker.save(metadata.late_saves)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._callers_exception = sys.exception()
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        self._callers_exception = None
+
     @edge(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._connector_metadata
@@ -303,7 +312,9 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._connector_metadata
         if self._worker is None or not isinstance(metadata, Metadata):
             return
-        if sys.exc_info()[0] is not None:  # vLLM calls this in a `finally`: the forward died, its blocks hold nothing
+        # vLLM calls this in a `finally`. An exception that began after the step did means that the forward died, and its
+        # blocks hold nothing. One that is older belongs to the caller: `generate()` may run in an `except` block.
+        if sys.exception() is not self._callers_exception:
             return
         self._worker.save(metadata.saves)
 

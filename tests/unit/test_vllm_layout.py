@@ -249,6 +249,41 @@ def test_a_worker_without_reuse_leaves_nobody_waiting(misplaced: dict[str, Any])
     connector.shutdown()
 
 
+# ---- steps that fail
+
+
+def step(connector: Any, *, dies: bool) -> list[Any]:
+    """One step, as vLLM takes it, and the save jobs that reached the worker's thread."""
+    from kvtally.vllm.meta import Metadata, SaveJob
+
+    given: list[Any] = []
+    connector._worker.save = given.extend
+    try:
+        connector.bind_connector_metadata(Metadata(saves=[SaveJob(1, [])]))
+        try:
+            if dies:
+                raise RuntimeError("the forward died")
+        finally:
+            connector.wait_for_save()
+            connector.clear_connector_metadata()
+    except RuntimeError:
+        assert dies
+    return given
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_saves_are_dropped_only_where_the_forward_died(dies: bool) -> None:
+    """A caller that generates while it handles an exception of its own has a healthy engine."""
+    connector = worker(configs({"first": full()})[0])
+    saved = 0 if dies else 1
+    assert len(step(connector, dies=dies)) == saved
+    try:
+        raise ValueError("the caller's")
+    except ValueError:
+        assert len(step(connector, dies=dies)) == saved
+    assert connector._callers_exception is None  # nothing keeps the caller's frames alive
+
+
 # ---- idle steps
 
 
