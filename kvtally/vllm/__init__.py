@@ -9,6 +9,7 @@
     tally.py       what is counted; stats.py hands it to vLLM's log and Prometheus
     events.py      KV events for what was saved
     retention.py   where vLLM keeps recurrent states, and what to say about it
+    config_fields.py  every field of vLLM's configuration: whether it decides KV, and how the namespace knows
     identity.py    which weights are these, used how? Of the model, and of adapters
     compat.py      which vLLM is this?
 

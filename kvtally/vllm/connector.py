@@ -312,8 +312,8 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._connector_metadata
         if self._worker is None or not isinstance(metadata, Metadata):
             return
-        # vLLM calls this in a `finally`. An exception that began after the step did means that the forward died, and its
-        # blocks hold nothing. One that is older belongs to the caller: `generate()` may run in an `except` block.
+        # vLLM calls this in a `finally`. An exception that is younger than the step means that the forward died, and
+        # its blocks hold nothing. An older one belongs to the caller: `generate()` may run in an `except` block.
         if sys.exception() is not self._callers_exception:
             return
         self._worker.save(metadata.saves)

@@ -104,25 +104,25 @@ def override_digest(overrides: object, config_path: str | None) -> str:
         file = Path(os.path.expanduser(config_path))
         file = file / "config.json" if file.is_dir() else file
         told = blake3(file.read_bytes()).hexdigest() if file.is_file() else config_path
-    return blake3(json.dumps([_plain(overrides), told], sort_keys=True).encode()).hexdigest(length=16)
+    return blake3(json.dumps([plain(overrides), told], sort_keys=True).encode()).hexdigest(length=16)
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
     """As JSON knows it. Of anything else, what it says of itself, without where it lies in memory."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted(json.dumps(_plain(item), sort_keys=True) for item in value)
+        return sorted(json.dumps(plain(item), sort_keys=True) for item in value)
     if isinstance(value, FunctionType):  # by what it does: two lambdas have one name
         code, cells = value.__code__, [cell.cell_contents for cell in value.__closure__ or ()]
         return [
             code.co_code.hex(),
-            _plain(code.co_consts),
-            _plain(code.co_names),
-            _plain(cells),
-            _plain(value.__defaults__),
+            plain(code.co_consts),
+            plain(code.co_names),
+            plain(cells),
+            plain(value.__defaults__),
         ]
     if value is None or isinstance(value, bool | int | float | str):
         return value

@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvtally.core.geometry import GroupLayout, LayerView
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace, chunk_tokens
 from kvtally.errors import IncompatibleError
+from kvtally.vllm.config_fields import decisive
 from kvtally.vllm.identity import is_length_decisive, override_digest
 from kvtally.wire.limits import Limits
 
@@ -121,9 +122,12 @@ def _chunk_tokens(groups: tuple[GroupSpec, ...], alignment: int) -> int:
 
 
 def _model_detail(config: VllmConfig) -> dict[str, str]:
-    """How the model's weights are used, as far as neither they nor the shapes say it."""
-    model = config.model_config
-    detail = {"model_dtype": str(model.dtype), "cache_dtype": str(config.cache_config.cache_dtype)}
+    """How the model's weights are used, as far as neither they nor the shapes say it. `config_fields` lists what must
+    be in here."""
+    model, lora = config.model_config, config.lora_config
+    detail = {"model_dtype": str(model.dtype), "cache_dtype": str(config.cache_config.cache_dtype), **decisive(config)}
+    if lora is not None and lora.lora_dtype not in ("auto", model.dtype):
+        detail["lora_dtype"] = str(lora.lora_dtype)
     if overrides := override_digest(model.hf_overrides, model.hf_config_path):
         detail["overrides"] = overrides
     if images := override_digest(_image_settings(model.multimodal_config), None):

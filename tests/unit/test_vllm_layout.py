@@ -6,6 +6,7 @@ Everything here needs vLLM; no engine is started.
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,9 +52,9 @@ def engine(**changes: Any) -> Any:
     }
     for name, value in changes.items():
         section, field = name.split("__")
-        plain[section][field] = value
+        plain.setdefault(section, {})[field] = value
     sections = {name: SimpleNamespace(**fields) for name, fields in plain.items()}
-    return SimpleNamespace(**sections, speculative_config=None)
+    return SimpleNamespace(**{"speculative_config": None, "lora_config": None, **sections})
 
 
 def configs(specs: dict[str, Any], layout: str = "LBHNC") -> tuple[Any, Any]:
@@ -113,6 +114,119 @@ def test_both_halves_describe_a_group_of_several_shapes_alike(arrangement: str) 
     starts = {name: places[name].offset + places[name].layers.index(name) * places[name].layer_stride for name in specs}
     layouts = group_layouts(layout, worker, {name: memory[start:] for name, start in starts.items()})
     validate(layout.namespace, {0: layouts})
+
+
+# ---- settings
+
+
+def sections() -> dict[str, Any]:
+    """The classes of vLLM's configuration whose fields are listed, by their place in it."""
+    from vllm import config as classes
+    from vllm.config.attention import AttentionConfig
+    from vllm.config.kernel import KernelConfig
+    from vllm.config.mamba import MambaConfig
+
+    return {
+        "": classes.VllmConfig,
+        "model_config": classes.ModelConfig,
+        "model_config.multimodal_config": classes.MultiModalConfig,
+        "cache_config": classes.CacheConfig,
+        "parallel_config": classes.ParallelConfig,
+        "load_config": classes.LoadConfig,
+        "attention_config": AttentionConfig,
+        "mamba_config": MambaConfig,
+        "kernel_config": KernelConfig,
+        "lora_config": classes.LoRAConfig,
+        "kv_transfer_config": classes.KVTransferConfig,
+    }
+
+
+def test_every_field_of_vllms_configuration_is_judged() -> None:
+    """A new vLLM adds fields. Whoever adapts us to it decides for each whether it changes KV, and why not."""
+    from kvtally.vllm.config_fields import FIELDS
+
+    assert sections().keys() == FIELDS.keys()
+    for section, kind in sections().items():
+        assert {field.name for field in dataclasses.fields(kind)} == FIELDS[section].keys(), section
+
+
+def test_what_is_listed_as_a_default_is_vllms() -> None:
+    """Else every engine would have such a field in its namespace, or none that sets it."""
+    from kvtally.vllm.config_fields import FIELDS, In
+    from kvtally.vllm.identity import plain
+
+    for section, kind in sections().items():
+        for field in dataclasses.fields(kind):
+            judged = FIELDS[section][field.name]
+            if isinstance(judged, In):
+                assert plain(judged.default) == plain(default_of(field)), (section, field.name)
+
+
+def default_of(field: Any) -> Any:
+    """Of a dataclass's field, as vLLM declares it: directly, or through pydantic."""
+    if field.default is dataclasses.MISSING:
+        return field.default_factory()
+    if hasattr(field.default, "get_default"):
+        return field.default.get_default(call_default_factory=True)
+    return field.default
+
+
+def online(**arguments: Any) -> Any:
+    from vllm.config.quantization import resolve_quantization_config
+
+    return resolve_quantization_config("online", arguments)
+
+
+def test_engines_that_quantise_differently_share_nothing() -> None:
+    told = [
+        None,
+        online(linear="fp8_per_tensor"),
+        online(linear="fp8_per_block"),
+        online(linear="fp8_per_tensor", ignore=["qkv_proj"]),
+        online(targets={"re:.*mlp.*": "fp8_per_tensor"}),
+    ]
+    cache, _ = configs({"first": full()})
+    names = [described(engine(model_config__quantization_config=each), cache).namespace.digest for each in told]
+    assert len(set(names)) == len(names)
+    again = online(targets={"re:.*mlp.*": "fp8_per_tensor"})
+    assert described(engine(model_config__quantization_config=again), cache).namespace.digest == names[-1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_config__model_class_overrides": {"Qwen3ForCausalLM": "mine:Qwen3"}},
+        {"model_config__model_impl": "transformers"},
+        {"cache_config__kv_cache_dtype_skip_layers": ["0", "1"]},
+        {"load_config__load_format": "mistral"},
+        {"attention_config__indexer_kv_dtype": "mxfp4"},
+        {"mamba_config__enable_stochastic_rounding": True},
+        {"kernel_config__linear_backend": "marlin"},
+        {"lora_config__target_modules": ["o_proj"], "lora_config__lora_dtype": "auto"},
+        {"lora_config__lora_dtype": "bfloat16"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_setting_that_decides_kv_is_part_of_the_name(change: dict[str, Any]) -> None:
+    cache, _ = configs({"first": full()})
+    assert described(engine(**change), cache).namespace.digest != described(engine(), cache).namespace.digest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"load_config__load_format": "safetensors"},
+        {"model_config__enforce_eager": True},
+        {"lora_config__lora_dtype": "float32"},  # the model's
+        {"attention_config__backend_per_kind": {}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_setting_that_decides_nothing_is_not(change: dict[str, Any]) -> None:
+    cache, _ = configs({"first": full()})
+    namespace = described(engine(**change), cache).namespace
+    assert namespace.digest == described(engine(), cache).namespace.digest
+    assert namespace.detail == {"model_dtype": "float32", "cache_dtype": "auto"}  # as before any of this was listed
 
 
 # ---- images
