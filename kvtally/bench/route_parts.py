@@ -149,6 +149,7 @@ def _half(own: _Own) -> Half:
 def _prefilled(ticket: str) -> bytes:
     told = {
         "ticket": ticket,
+        "role": "prefill",
         "store": "bench",
         "namespace": "00" * 32,
         "saved_tokens": PROMPT_TOKENS - 1,

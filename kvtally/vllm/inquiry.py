@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtally.client import Call, Lease, Miss, StoreClient
+from kvtally.core.handoff import Handoff
 from kvtally.core.keys import chunk_ends
 from kvtally.core.receipts import Half
-from kvtally.vllm.handoff import Handoff
 from kvtally.vllm.path import Boundary, Path
 from kvtally.wire.messages import Found, Lookup, MissReason, Receipts
 

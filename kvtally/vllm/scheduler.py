@@ -20,11 +20,12 @@ from msgspec import structs
 from vllm.v1.request import RequestStatus
 
 from kvtally.core.geometry import NULL_BLOCK, chunk_block_range
+from kvtally.core.handoff import Handoff
 from kvtally.core.namespace import GroupKind
 from kvtally.core.receipts import Role
 from kvtally.vllm.asking import Asking
 from kvtally.vllm.events import SaveEvents
-from kvtally.vllm.handoff import Handoff, handoff_of, shorten_for_prefill
+from kvtally.vllm.handoff import handoff_of, shorten_for_prefill
 from kvtally.vllm.identity import Adapters
 from kvtally.vllm.inquiry import Answer, Inquiries
 from kvtally.vllm.layout import EngineLayout

@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvtally.core.handoff import Handoff
 from kvtally.core.receipts import Half, Role
-from kvtally.vllm.handoff import Handoff
 from kvtally.vllm.inquiry import Answer, Inquiry
 from kvtally.vllm.path import Path
 

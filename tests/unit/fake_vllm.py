@@ -195,6 +195,7 @@ class FakeVLLM:
         if own.get("role") == "prefill":
             answer = {
                 "ticket": own["ticket"],
+                "role": "prefill",
                 "store": self._store_name,
                 "namespace": "cd" * 32,
                 "saved_tokens": len(tokens) - 1,

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from kvtally.client import StoreClient
+from kvtally.core.handoff import Handoff
 from kvtally.core.receipts import Role
 from kvtally.vllm import asking as asking_module
 from kvtally.vllm.asking import Asking
-from kvtally.vllm.handoff import Handoff
 from kvtally.vllm.inquiry import Answer, Inquiries, Inquiry
 from kvtally.vllm.path import Extras
 from kvtally.vllm.path import Path as TokenPath

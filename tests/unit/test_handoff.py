@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from kvtally.client import Miss, StoreClient
+from kvtally.core.handoff import Handoff
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.core.receipts import Half, Role
-from kvtally.vllm.handoff import Handoff, handoff_of, shorten_for_prefill
+from kvtally.vllm.handoff import handoff_of, shorten_for_prefill
 from kvtally.vllm.inquiry import Answer, Inquiries, Inquiry
 from kvtally.vllm.path import Boundary, Extras
 from kvtally.vllm.path import Path as TokenPath
@@ -280,3 +281,15 @@ def test_where_no_end_fits_the_chunks_before_are_reused(inquiries: Inquiries, pr
     save(prefill, {FULL: [*chunks, other], STATE: [chunks[-1], other]})
     found = answer(ask(inquiries, None))
     assert (found.end_tokens, found.ends) == (128, [64, 128])
+
+
+def test_fields_of_a_later_version_are_ignored() -> None:
+    record = {"ticket": "t", "role": "decode", "store": "s", "peers": [{"address": "10.0.0.9:7400"}]}
+    assert handoff_of({"kvtally": record}) == Handoff(ticket="t", role=Role.DECODE, store="s")
+
+
+def test_hashes_are_hex() -> None:
+    """The router turns them into bytes; it must never meet one that it cannot turn."""
+    for name in ("namespace", "chain"):
+        for text in ("zz", "abc", "AB", "ab" * 33, "ab\n"):
+            assert handoff_of({"kvtally": {"ticket": "t", "role": "decode", name: text}}) is None

@@ -275,7 +275,8 @@ class TestVerdicts:
             ({"kvtally": {"saved_tokens": -1}}, "bad_handoff"),
             ({"kvtally": {"saved_tokens": 10**6}}, "bad_handoff"),
             ({"kvtally": {"chain": "zz"}}, "bad_handoff"),
-            ({"kvtally": {"store": ""}}, "bad_handoff"),
+            ({"kvtally": {"role": "both"}}, "bad_handoff"),
+            ({"kvtally": {"store": ""}}, "store_unreachable"),  # the engine was never connected
         ],
     )
     def test_a_hand_off_that_cannot_be_used_is_not_passed_on(

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
 
+from kvtally.core import handoff
+from kvtally.core.handoff import KEY
+from kvtally.core.receipts import Role
 from kvtally.instances import Instance
 from kvtally.router.flavours.base import Ask, Flavour, Handoff, Opening, Params, PrefillAnswer, prefill_half
 
-KEY = "kvtally"
-
-_Hex = Annotated[str, msgspec.Meta(pattern=r"\A(?:[0-9a-f]{2}){0,32}\Z")]
-_Count = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class Saved(msgspec.Struct, frozen=True, kw_only=True):
-    """What prefill's connector answers. Fields beyond these are not passed on."""
-
-    ticket: str
-    store: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    namespace: _Hex
-    saved_tokens: _Count
-    prompt_tokens: _Count
-    chain: _Hex
-    state: str = "ready"
-    reason: Annotated[str, msgspec.Meta(max_length=256)] = ""
+UNREACHABLE = "store_unreachable"
 
 
 class KVTally(Flavour):
@@ -39,20 +24,15 @@ class KVTally(Flavour):
         if answer.params is None or KEY not in answer.params:
             return "no_handoff"  # prefill runs without our connector
         try:
-            saved = msgspec.convert(answer.params[KEY], Saved)
+            saved = handoff.parse(answer.params[KEY])
         except msgspec.ValidationError:
             return "bad_handoff"
         if saved.ticket != ticket or saved.saved_tokens > saved.prompt_tokens:
             return "bad_handoff"
-        told: Params = {
-            "ticket": ticket,
-            "role": "decode",
-            "store": saved.store,
-            "namespace": saved.namespace,
-            "saved_tokens": saved.saved_tokens,
-            "prompt_tokens": saved.prompt_tokens,
-            "chain": saved.chain,
-        }
+        if not saved.store:  # prefill never reached its store, so nothing it promises can be there
+            half = prefill_half(ticket, prompt_tokens=saved.prompt_tokens, saved_tokens=0, reason=UNREACHABLE)
+            return Handoff(self.alone(ticket), half)
+        told = msgspec.structs.replace(saved, role=Role.DECODE, state="", reason="", promise="")
         half = prefill_half(
             ticket,
             prompt_tokens=saved.prompt_tokens,
@@ -60,14 +40,14 @@ class KVTally(Flavour):
             chain=bytes.fromhex(saved.chain),
             reason=saved.reason,
         )
-        return Handoff({KEY: told}, half)
+        return Handoff(told.params(), half)
 
     def alone(self, ticket: str) -> Params | None:
         return {KEY: {"ticket": ticket, "role": "decode"}}
 
     def again(self, ticket: str, told: Params | None) -> Params | None:
         """The same promise, for a receipt of its own: the first instance may have filed one."""
-        first = (told or {}).get(KEY)
-        if not isinstance(first, dict) or "saved_tokens" not in first:
+        first = handoff.parse((told or {}).get(KEY))
+        if not first.store:
             return self.alone(ticket)
-        return {KEY: {"promise": first["ticket"], **first, "ticket": ticket}}
+        return msgspec.structs.replace(first, ticket=ticket, promise=first.prefill_ticket).params()

@@ -1,0 +1,54 @@
+"""The hand-off: the record that prefill, router and decode pass on in a request's `kv_transfer_params`.
+
+    router ──{"kvtally": {"ticket", "role": "prefill"}}──▶ prefill
+    prefill ──{"kvtally": {ticket, role, store, namespace, saved_tokens, chain, …}}──▶ router
+    router ──the same with "role": "decode"──▶ decode
+
+Owns the schema and its limits; the connector (`vllm.handoff`) and the router (`router.flavours.kvtally`) both read and
+write through it. Nobody trusts the writer: a record that does not fit the schema is no hand-off, and decode compares
+every claim with its own tokens. Fields that this version does not know are ignored, so a later version may add some.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from kvtally.core.receipts import Role
+
+KEY = "kvtally"  # the record's place in `kv_transfer_params`
+LONGEST_TEXT = 256
+
+_Text = Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]
+_Hash = Annotated[str, msgspec.Meta(pattern=r"\A(?:[0-9a-f]{2}){0,32}\Z")]  # in hex; empty where there is none
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One engine's part in a hand-off. The router sends prefill only ticket and role; prefill fills in the rest."""
+
+    ticket: Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_TEXT)]
+    role: Role
+    store: _Text = ""  # the name of prefill's store process (`Greeting.store`); empty: it never reached its store
+    namespace: _Hash = ""
+    saved_tokens: _Count = 0  # everything up to this boundary is saved, or on its way into the store
+    prompt_tokens: _Count = 0
+    chain: _Hash = ""  # the chain value at `saved_tokens`
+    state: _Text = ""  # "pending": still on its way into the store when prefill answered
+    reason: _Text = ""  # why `saved_tokens` is 0
+    promise: _Text = ""  # prefill's ticket, where it is not this one: decode's second try has a ticket of its own
+
+    @property
+    def prefill_ticket(self) -> str:
+        """The ticket under which prefill files what becomes of its promise."""
+        return self.promise or self.ticket
+
+    def params(self) -> dict[str, object]:
+        """The record as `kv_transfer_params` carries it."""
+        return {KEY: msgspec.to_builtins(self)}
+
+
+def parse(record: object) -> Handoff:
+    """Raises msgspec.ValidationError for anything that is not a hand-off."""
+    return msgspec.convert(record, Handoff)
