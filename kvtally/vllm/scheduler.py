@@ -43,9 +43,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvtally.vllm")
 
-# Of the engine's blocks, so many may be held for saves. Where saving is slower than computing, or the store takes
-# nothing, the engine must not run out of them.
+# The share of the engine's blocks that may be held for saves: where saving is slower than computing, or the store takes
+# nothing, the engine must not run out of blocks. A hand-off is saved whole or not at all, and another engine waits for
+# it, so it may begin while less than a larger share is held.
 MOST_HELD = 1 / 4
+MOST_HELD_FOR_HANDOFFS = 1 / 2
 MOST_EXPIRED = 4  # leases of a request that end before there is room for it; then it is computed
 
 
@@ -305,28 +307,31 @@ class SchedulerHalf:
             if computed_end >= track.request.num_prompt_tokens and not track.is_prefill:
                 self._file_receipt(track)  # before the first token goes out: whoever gets it may ask for the receipt
             # Most decodes complete nothing in most steps, and their tables are not looked at: vLLM copies them to tell.
-            if self._is_due(track, computed_end) and self._is_saved(track):  # what is left is saved with a later step
+            if self._is_due(track, computed_end):
+                if not self._room() > 0:
+                    self.tally.count(SAVES, "left")  # it is saved with a later step, or when the request ends
+                    continue
                 tables = state.get_block_ids(request_id)
                 items = self._chunk_items(track, computed_end, tables) + self._tail_items(track, computed_end, tables)
                 self._add_job(saves, track, items)
         for request_id, offers in state.boundary_state_offloads.items():
             track = self._tracks.get(request_id)
-            if track is not None and self._is_saved(track):
-                self._add_job(saves, track, self._state_items(track, offers))
+            if track is None or not track.may_save:
+                continue
+            if not self._room() > 0:
+                self.tally.count(SAVES, "left")
+                continue
+            self._add_job(saves, track, self._state_items(track, offers))
 
     def _is_due(self, track: Track, computed_end: int) -> bool:
         """Whether a step completes anything that is to be saved, and its path is known."""
         is_complete = self._complete_chunks(track, computed_end) > track.life.saved_chunks
-        return (is_complete or self._is_tail_due(track, computed_end)) and self._is_path_free(track)
+        is_due = is_complete or self._is_tail_due(track, computed_end)
+        return is_due and track.may_save and self._is_path_free(track)
 
-    def _is_saved(self, track: Track) -> bool:
-        """Whether this step's blocks of a request may be held and saved."""
-        if not track.may_save or self._pool is None:
-            return False
-        if self._held_blocks < self._pool.num_gpu_blocks * MOST_HELD:
-            return True
-        self.tally.count(SAVES, "left")
-        return False
+    def _room(self, share: float = MOST_HELD) -> float:
+        """How many more blocks may be held."""
+        return self._pool.num_gpu_blocks * share - self._held_blocks if self._pool is not None else 0.0
 
     def _complete_chunks(self, track: Track, computed_end: int) -> int:
         """With asynchronous scheduling the last token may not be known yet: its chunk is named one step later."""
@@ -488,14 +493,27 @@ class SchedulerHalf:
         return None
 
     def _save_answer_tail(self, track: Track, block_ids: Sequence[Sequence[int]]) -> None:
-        """The end of the conversation so far, so that its next turn goes on from here, and what was left until now."""
+        """The end of the conversation so far, so that its next turn goes on from here, and what was left until now: as
+        much of it, from its beginning, as may be held. There is no later step for the rest."""
         end = min(track.request.num_computed_tokens, track.request.num_tokens)
         if not self._is_path_free(track):
             return
-        items = self._tail_items(track, end, block_ids)
+        items = self._chunk_items(track, end, block_ids) + self._tail_items(track, end, block_ids)
         if end > track.request.num_prompt_tokens:
-            items += self._chunk_items(track, end, block_ids) + self._end_items(track, end, block_ids)
-        self._add_job(self._late_saves, track, items)
+            items += self._end_items(track, end, block_ids)
+        fitting = self._fitting(items)
+        if len(fitting) < len(items):
+            self.tally.count(SAVES, "left")
+        self._add_job(self._late_saves, track, fitting)
+
+    def _fitting(self, items: list[SaveItem]) -> list[SaveItem]:
+        """The first of these objects, as many as there is room for."""
+        room, blocks = self._room(), set[int]()
+        for count, item in enumerate(items):
+            blocks.update(item.block_ids)
+            if len(blocks) > room:
+                return items[:count]
+        return items
 
     def _end_items(self, track: Track, end: int, block_ids: Sequence[Sequence[int]]) -> list[SaveItem]:
         """Everything at the end of what a finished request has computed; nothing if a state there is missing.
@@ -525,12 +543,17 @@ class SchedulerHalf:
         if request.status == RequestStatus.FINISHED_ABORTED:
             return None
         end = request.num_prompt_tokens if request.num_prompt_tokens < track.prompt_tokens else 0
-        items: list[SaveItem] = []
+        last: list[SaveItem] = []
         if end and track.may_save and self._is_path_free(track) and request.num_computed_tokens >= end:
-            items = self._end_items(track, end, block_ids)
-            self._add_job(self._late_saves, track, self._chunk_items(track, end, block_ids) + items)
+            last = self._end_items(track, end, block_ids)
+            items = self._chunk_items(track, end, block_ids) + last
+            if items and not self._room(MOST_HELD_FOR_HANDOFFS) > 0:
+                self.tally.count(SAVES, "left")
+                track.lost = track.lost or MissReason.LIMIT
+            else:
+                self._add_job(self._late_saves, track, items)
         is_whole_chunks = end % self._layout.namespace.chunk_tokens == 0 and not self._recurrent
-        saved = end if (items or (end and is_whole_chunks)) and not track.lost else 0
+        saved = end if (last or (end and is_whole_chunks)) and not track.lost else 0
         chain = track.path.tail(request.all_token_ids, saved).chain if saved else b""
         answer = Handoff(
             ticket=handoff.ticket,

@@ -200,6 +200,48 @@ def test_a_hand_off_saves_what_was_left(scene: Scene) -> None:
     assert [(item.start_tokens, item.end_tokens) for item in job.items] == [(0, 64), (64, 128), (128, 129)]
 
 
+def full(scene: Scene, name: str, tokens: int) -> None:
+    """A step computes so many tokens, while as many blocks are held as may be: nothing of it is saved."""
+    scene.half._held_blocks += POOL
+    assert scene.step(name, tokens=tokens) == []
+    scene.half._held_blocks -= POOL
+
+
+def finish(scene: Scene, name: str) -> list[tuple[int, int]]:
+    """The request ends; which tokens are saved then."""
+    scene.half.finished(scene.asked[name], [scene.tables[name]])
+    return [(item.start_tokens, item.end_tokens) for job in scene.metadata({}).late_saves for item in job.items]
+
+
+def test_what_was_left_is_saved_when_the_answer_has_one_token(scene: Scene) -> None:
+    scene.arrive("a", 1, 2 * CHUNK + 10)
+    full(scene, "a", 2 * CHUNK + 10)
+    assert finish(scene, "a") == [(0, 64), (64, 128), (128, 137)]
+
+
+def test_requests_that_end_hold_no_more_than_a_quarter_either(scene: Scene) -> None:
+    saved = []
+    for number, name in enumerate("abcd"):
+        scene.arrive(name, 1 + 6 * number, CHUNK + 20)
+        full(scene, name, CHUNK + 20)
+        saved.append(finish(scene, name))
+    assert saved == [[(0, 64), (64, 83)], [(0, 64)], [], []]  # six blocks, and four more
+    assert len(scene.pool.held) == POOL / 4
+    assert scene.half.tally.counts["saves"] == {"left": 4 + 3, "taken": 2}
+
+
+def test_hand_offs_do_not_hold_everything(scene: Scene) -> None:
+    """One is saved whole or not at all. What cannot be held is not promised, and the reason says why."""
+    answers = []
+    for number in range(4):
+        name = f"p{number}"
+        scene.prefill(name, 1 + 9 * number, 2 * CHUNK + 2)
+        full(scene, name, 2 * CHUNK + 1)
+        answers.append(scene.hand_over(name))
+    assert [(answer.saved_tokens, answer.reason) for answer in answers] == 3 * [(129, "")] + [(0, "limit")]
+    assert len(scene.pool.held) == 27
+
+
 @pytest.fixture
 def covered(inquiries: Asked, monkeypatch: pytest.MonkeyPatch) -> Scene:
     """A request of which the engine's own cache has nearly all."""
