@@ -97,10 +97,18 @@ def runtime_directory(environ: Mapping[str, str]) -> Path:
 
 
 def state_directory(environ: Mapping[str, str]) -> Path:
-    """Where XDG wants what should outlive a restart but matters to nobody else. Of a user without a home it is that of
-    `/`, as containers have it, and never a directory named `~`."""
-    home = os.path.expanduser("~").removeprefix("~")
-    return Path(environ.get("XDG_STATE_HOME") or Path("/", home, ".local", "state"), "kvtally")
+    """Where XDG wants what should outlive a restart but matters to nobody else."""
+    return Path(environ.get("XDG_STATE_HOME") or Path(_home(), ".local", "state"), "kvtally")
+
+
+def cache_directory(environ: Mapping[str, str]) -> Path:
+    """Where XDG wants what can be computed again."""
+    return Path(environ.get("XDG_CACHE_HOME") or Path(_home(), ".cache"), "kvtally")
+
+
+def _home() -> Path:
+    """Of a user without one it is `/`, as containers have it, and never a directory named `~`."""
+    return Path("/", os.path.expanduser("~").removeprefix("~"))
 
 
 def python_path() -> str:

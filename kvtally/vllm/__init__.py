@@ -11,6 +11,7 @@
     retention.py   where vLLM keeps recurrent states, and what to say about it
     config_fields.py  every field of vLLM's configuration: whether it decides KV, and how the namespace knows
     identity.py    which weights are these, used how? Of the model, and of adapters
+    weights.py     digests of whole files, each computed once on a machine
     compat.py      which vLLM is this?
 
 vLLM finds it by the entry point `vllm.general_plugins`, so that a user writes nothing but

@@ -1,9 +1,8 @@
 """Which weights are these? Two fine-tunes of one model have the same name, shapes and dtypes, and different KV cache.
 
-A model's identity is the hub commit where it came from a hub snapshot, else a digest of the weight files: names,
-sizes, safetensors headers and sampled contents. Reading a few hundred kilobytes of each file takes milliseconds;
-hashing all of it would take minutes for a large model and delay every start. How the weights are used is said by the
-configuration that lies with them, unless the user says something else (`override_digest`).
+A model's identity is the hub commit where it came from a hub snapshot, else a digest of its files, every byte of them
+(`weights`). How the weights are used is said by the configuration and the code that lie with them, unless the user says
+something else (`override_digest`).
 
 An adapter's identity is its name, its path and the state of its files (`Adapters`).
 
@@ -24,21 +23,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blake3 import blake3
 
 from kvtally.errors import IncompatibleError
+from kvtally.vllm.weights import file_digests
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-# What else of a model's folder decides KV: the configuration, by its two names, and how images become pixels.
+# What has such a name and holds none: what trainers leave, and vLLM does not load.
+NO_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state.*)\.(bin|pt|pth)")
+# What else of a model's folder decides KV: the configuration, by its two names, how images become pixels, how weights
+# are quantised, which files they are in, and code of its own.
 CONFIGURATION = (
     "config.json",
     "params.json",
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
+    "*quant*config*.json",
+    "quantize_config.json",
+    "*.index.json",
+    "*.py",
 )
-SAMPLE_BYTES = 64 * 1024
-SAMPLES = 16
 COMMIT = re.compile("[0-9a-f]{40}")
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # What vLLM reads of an adapter's folder.
@@ -50,7 +55,7 @@ MOST_ADAPTERS = 4096  # that are remembered; far more than an engine keeps loade
 
 
 def model_identity(model: str, revision: str | None) -> str:
-    """A string that is equal for equal weights and differs for others, as far as sampling can tell."""
+    """A string that is equal for equal weights and differs for others."""
     directory = Path(model)
     if directory.is_file():
         return f"file:{_digest([directory])}"
@@ -58,11 +63,15 @@ def model_identity(model: str, revision: str | None) -> str:
         directory = _snapshot(model, revision)
     if _is_hub_entry(directory):
         return f"hub:{directory.parent.parent.name}@{directory.name}"
-    files = sorted(path for path in directory.iterdir() if path.suffix in WEIGHTS and path.is_file())
+    files = {path for path in directory.iterdir() if _has_weights(path)}
     if not files:
         raise _unknown(f"no weight files in {directory}")
-    told = [directory / name for name in CONFIGURATION if (directory / name).is_file()]
-    return f"files:{_digest([*files, *told])}"
+    files |= {path for pattern in CONFIGURATION for path in directory.glob(pattern) if path.is_file()}
+    return f"files:{_digest(sorted(files))}"
+
+
+def _has_weights(path: Path) -> bool:
+    return path.suffix in WEIGHTS and not NO_WEIGHTS.fullmatch(path.name) and path.is_file()
 
 
 def _is_hub_entry(directory: Path) -> bool:
@@ -82,13 +91,8 @@ def _snapshot(model: str, revision: str | None) -> Path:
 
 def _digest(files: list[Path]) -> str:
     state = blake3()
-    for path in files:
-        size = path.stat().st_size
-        state.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            step = max(SAMPLE_BYTES, size // SAMPLES)
-            for offset in range(0, size, step):
-                state.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
+    for path, digest in zip(files, file_digests(files), strict=True):
+        state.update(f"{path.name}\0{digest}\0".encode())
     return state.hexdigest(length=16)
 
 
