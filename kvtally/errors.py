@@ -1,6 +1,6 @@
 """The one error tree. Every error says what failed, on what, and what to do about it.
 
-KVTallyError
+KVTallyError             KV-0xx          the command itself failed, exit code 1
 ├── ConfigError          KV-1xx  REFUSE  a setting is wrong: stop at start, exit code 2
 ├── IncompatibleError    KV-2xx  REFUSE  two parts cannot work together (protocol, namespace, format)
 ├── CapacityError        KV-3xx  MISS    no room: arena, queue, lease or client limit
@@ -79,6 +79,7 @@ class RouteError(KVTallyError):
 
 
 CODES: dict[str, str] = {
+    "KV-001": "standard output cannot be written",
     "KV-100": "a setting is wrong",
     "KV-101": "an unknown setting",
     "KV-102": "a size, duration or address that cannot be read or cannot work",

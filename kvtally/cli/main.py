@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -16,6 +17,7 @@ import typer
 
 import kvtally
 from kvtally.cli import inspect, route, settings, store, up, verify
+from kvtally.cli.terminal import columns, wrapped
 from kvtally.errors import Disposition, KVTallyError
 
 app = typer.Typer(
@@ -44,12 +46,53 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that has no ✔ is no reason to end
     try:
-        app()
+        _run_whole()
     except KVTallyError as error:
-        print(f"error: {error.message} [{error.code}]\nremedy: {error.remedy}", file=sys.stderr)  # noqa: T201
+        for line in (f"error: {error.message} [{error.code}]", f"remedy: {error.remedy}"):
+            print(wrapped(line, columns(sys.stderr), "  "), file=sys.stderr)  # noqa: T201
         sys.exit(2 if error.disposition is Disposition.REFUSE else 1)
     except KeyboardInterrupt:  # before a command had begun; from then on typer sees to it
         sys.exit(130)
+
+
+def _run_whole() -> None:
+    """Run the command and write out all that it prints. Output that is left to the interpreter's end, and cannot be
+    written there, is a traceback."""
+    try:
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:  # `kvtally receipts | head`
+        _drop_output()
+        sys.exit(1)
+    except OSError as error:
+        if _takes_output():
+            raise
+        _drop_output()
+        raise KVTallyError(
+            f"standard output cannot be written: {error.strerror}",
+            remedy="Make room where it goes (`df` shows full file systems), or send it elsewhere.",
+            code="KV-001",
+        ) from error
+
+
+def _takes_output() -> bool:
+    """Whether standard output can be written to: one more line tells."""
+    try:
+        typer.echo()
+        sys.stdout.flush()
+    except OSError:
+        return False
+    return True
+
+
+def _drop_output() -> None:
+    """Nothing more goes to standard output, and at the interpreter's end nobody tries."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _print_version(asked: bool) -> None:

@@ -6,20 +6,24 @@ shows as zero.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from typing import TypeVar
 
 import msgspec
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
+from kvtally.cli.terminal import NO_EDGE, columns, wrapped
 from kvtally.core.receipts import Half, Receipt, Verdict
 from kvtally.errors import IncompatibleError
 from kvtally.units import human_size, printable
 
-NO_EDGE = 10_000  # columns
+HEAD_ROWS = 2
+GAP = "  "  # between columns
+
+T = TypeVar("T")
+Cells = tuple[str, ...]  # of one row
 
 
 class Arena(msgspec.Struct, frozen=True):
@@ -115,37 +119,108 @@ def read_stats(tree: object) -> Stats:
 
 
 def console() -> Console:
-    """Markup is off: what peers call themselves is printed as it is. In a pipe or a file, where there is no edge, lines
-    are as long as they have to be."""
-    plain = Console(markup=False, highlight=False)
-    if not plain.is_terminal and "COLUMNS" not in os.environ:
-        plain.width = NO_EDGE
-    return plain
+    """Markup is off: what peers call themselves is printed as it is. Lines are neither cut nor folded: where one is too
+    long, the terminal itself wraps it, and it can still be copied."""
+    return Console(markup=False, highlight=False, soft_wrap=True, width=columns())
 
 
-def empty_table(title: str, *columns: str) -> Table:
-    """A table of the one look we have. A column whose name begins with > is set flush right. Nothing is cut off where
-    the terminal is narrow: half a ticket, or half a path, is of no use."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in columns:
-        justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
-        made.add_column(column.removeprefix(">"), justify=justify, overflow="fold")
-    return made
+class Table:
+    """Rows of cells in columns. A column whose name begins with > is set flush right.
+
+    Cells are never folded: half a ticket, or half a size, is of no use. (Rich's own table folds them in the middle of
+    words where the terminal is narrow.)
+    """
+
+    def __init__(self, *heads: str) -> None:
+        self._is_right = [head.startswith(">") for head in heads]
+        self._rows = [[Text(head.removeprefix(">"), "bold") for head in heads]]
+
+    def add_row(self, *cells: str | Text) -> None:
+        empty = [""] * (self.column_count - len(cells))
+        self._rows.append([cell if isinstance(cell, Text) else Text(cell) for cell in (*cells, *empty)])
+
+    @property
+    def row_count(self) -> int:
+        """Without the heads."""
+        return len(self._rows) - 1
+
+    @property
+    def column_count(self) -> int:
+        return len(self._is_right)
+
+    @property
+    def width(self) -> int:
+        widths = self._widths()
+        return sum(widths) + len(GAP) * (len(widths) - 1)
+
+    def _widths(self) -> list[int]:
+        return [max(cell.cell_len for cell in column) for column in zip(*self._rows, strict=True)]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = self._widths()
+        for row in self._rows:
+            for cell, width, is_right in zip(row, widths, self._is_right, strict=True):
+                cell.align("right" if is_right else "left", width)
+            line = Text(GAP).join(row)
+            line.rstrip()  # blanks at the end would wrap
+            line.no_wrap, line.overflow = True, "ignore"
+            yield line
+
+
+class Fitting:
+    """A table where it fits the terminal, else paragraphs that say the same: a head and, beneath it, the rest."""
+
+    def __init__(self, title: str, table: Table, paragraphs: Sequence[tuple[str, str]]) -> None:
+        self._title = title
+        self._table = table
+        self._paragraphs = paragraphs
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self._title, "bold")
+        if self._table.width <= options.max_width:
+            yield self._table
+            return
+        for head, rest in self._paragraphs:
+            yield Text(head)
+            if rest:
+                yield Text("  " + wrapped(rest, options.max_width - 2, "  "))
+
+
+class StatsPage:
+    """What a store holds, reuses and serves. Rates are those since `before`, or, without it, averages since the store
+    started. On a screen of few rows blank lines make way first, then the ends of the long lists."""
+
+    def __init__(self, now: Stats, before: Stats | None = None) -> None:
+        self._now = now
+        self._before = before
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        now, rates = self._now, _Rates(self._now, self._before)
+        tables = [_tier_table(now), _work_table(now, rates), _trouble_table(now)]
+        if tables[1].width > options.max_width:
+            tables[1:2] = [_filled(_LEFT, _lookup_rows(now, rates)), _filled(_RIGHT, _save_rows(now))]
+        tables = [table for table in tables if table.row_count]
+        lists = [len(now.clients), len(now.namespaces)]
+        rows = NO_EDGE
+        if console.is_alt_screen:  # nobody can scroll there
+            rows = options.size.height - HEAD_ROWS - sum(map(_height, tables))
+        has_blanks = sum(_list_height(count) + 1 for count in lists) + len(tables) + 1 <= rows
+        clients, namespaces = _shortened(lists, rows)
+        tables += [_client_table(now.clients, clients), _namespace_table(now.namespaces, namespaces)]
+        yield _headline(now, rates)
+        for table in (table for table in tables if table.row_count):
+            if has_blanks:
+                yield Text()
+            yield table
 
 
 def stats_page(now: Stats, before: Stats | None = None) -> RenderableType:
-    """One page. Rates are those since `before`, or, without it, averages since the store started."""
-    parts: list[RenderableType] = [_headline(now), _tier_table(now), _reuse_table(now), _rate_table(now, before)]
-    if now.clients:
-        parts.append(_client_table(now.clients))
-    if now.namespaces:
-        parts.append(_namespace_table(now.namespaces))
-    return Group(*(line for part in parts for line in (part, Text())))
+    return StatsPage(now, before)
 
 
 def receipts_table(receipts: Sequence[Receipt]) -> RenderableType:
     head = ("ticket", "verdict", ">promised", ">reused", ">computed", ">load ms", "from", "reason")
-    table = empty_table("receipts", *head)
+    table = Table(*head)
     for receipt in receipts:
         decode = receipt.decode
         table.add_row(
@@ -154,11 +229,23 @@ def receipts_table(receipts: Sequence[Receipt]) -> RenderableType:
             f"{receipt.prefill.saved_tokens:,}" if receipt.prefill else "-",
             f"{decode.reused_tokens:,}" if decode else "-",
             f"{decode.computed_tokens:,}" if decode else "-",
-            f"{decode.load_ms:.1f}" if decode else "-",
+            f"{decode.load_ms:,.1f}" if decode else "-",
             _sources(decode) if decode else "-",
             printable(decode.reason if decode else "") or "-",
         )
-    return table
+    return Fitting("receipts", table, [(printable(receipt.ticket), _sentence(receipt)) for receipt in receipts])
+
+
+def _sentence(receipt: Receipt) -> str:
+    """A receipt in one sentence, for a narrow terminal."""
+    prefill, decode = receipt.prefill, receipt.decode
+    figures = [f"promised {prefill.saved_tokens:,}"] if prefill else []
+    if decode:
+        sources = f" ({_sources(decode)})" if decode.reused_tokens else ""
+        figures += [f"reused {decode.reused_tokens:,}{sources}", f"computed {decode.computed_tokens:,}"]
+        figures += [f"loaded in {decode.load_ms:,.1f} ms"] if decode.load_ms else []
+    reason = f" ({printable(decode.reason)})" if decode and decode.reason else ""
+    return f"{receipt.verdict}{reason}: {', '.join(figures)}"
 
 
 _VERDICT_STYLE = {
@@ -170,24 +257,48 @@ _VERDICT_STYLE = {
 }
 
 
-def _headline(now: Stats) -> Text:
+class _Rates:
+    """Per second, between two looks, or since the store started."""
+
+    def __init__(self, now: Stats, before: Stats | None) -> None:
+        earlier = before or Stats()
+        self.since = "just now" if before else "since the start"
+        self._seconds = max(now.uptime_s - earlier.uptime_s, 1e-3)
+        self.lookups = f"{(now.lookups.total - earlier.lookups.total) / self._seconds:,.1f}"
+        self.tokens = f"{(now.lookups.hit_tokens - earlier.lookups.hit_tokens) / self._seconds:,.0f}"
+        self.saved = self._size(now.puts.bytes - earlier.puts.bytes)
+        self._tiers = {tier.name: tier for tier in earlier.tiers}
+
+    def read(self, tier: Tier) -> str:
+        return self._size(tier.read_bytes - self._past(tier).read_bytes)
+
+    def written(self, tier: Tier) -> str:
+        return self._size(tier.write_bytes - self._past(tier).write_bytes)
+
+    def _past(self, tier: Tier) -> Tier:
+        return self._tiers.get(tier.name, Tier(name=tier.name))
+
+    def _size(self, moved_bytes: int) -> str:
+        return human_size(int(moved_bytes / self._seconds))
+
+
+def _headline(now: Stats, rates: _Rates) -> Text:
     checked = "reads verified" if now.verify_reads else "reads not verified"
-    return Text(f"store {now.store[:12]} · kvtally {now.version} · up {_duration(now.uptime_s)} · {checked}", "bold")
+    first = f"store {now.store[:12]} · kvtally {now.version} · up {_duration(now.uptime_s)} · {checked}"
+    return Text.assemble((first, "bold"), f"\n/s: a second, {rates.since}")
 
 
 def _tier_table(now: Stats) -> Table:
-    counts = (">objects", ">evicted", ">read", ">written", ">postponed", ">dropped")
-    table = empty_table("tiers", "tier", "state", ">used", ">of", ">full", *counts)
-    table.collapse_padding = True  # so that it fits 80 columns
-    arena = Tier(
+    table = Table("tier", "state", ">used", ">of", ">full", ">objects", ">evicted")
+    arena = now.arena
+    own = Tier(
         name="arena",
-        capacity_bytes=now.arena.capacity_bytes,
-        used_bytes=now.arena.used_bytes,
-        objects=now.arena.objects,
-        evicted=now.arena.evicted,
-        write_bytes=now.puts.bytes,
+        capacity_bytes=arena.capacity_bytes,
+        used_bytes=arena.used_bytes,
+        objects=arena.objects,
+        evicted=arena.evicted,
     )
-    for tier in (arena, *now.tiers):
+    for tier in (own, *now.tiers):
         table.add_row(
             tier.name,
             Text(tier.state, style="green" if tier.state == "ok" else "red"),
@@ -196,76 +307,118 @@ def _tier_table(now: Stats) -> Table:
             _share(tier.used_bytes, tier.capacity_bytes or 0),
             f"{tier.objects:,}",
             f"{tier.evicted:,}",
-            "-" if tier is arena else human_size(tier.read_bytes),  # engines read it without asking
-            human_size(tier.write_bytes),
-            f"{tier.postponed:,}",
-            f"{tier.dropped:,}",
         )
     return table
 
 
-def _reuse_table(now: Stats) -> Table:
-    lookups, puts = now.lookups, now.puts
-    table = empty_table("reuse", "what", ">count", ">share")
-    table.add_row("lookups", f"{lookups.total:,}", "")
-    table.add_row("  with a hit", f"{lookups.hits:,}", _share(lookups.hits, lookups.total))
-    for reason, count in sorted(lookups.misses.items(), key=lambda item: -item[1]):
-        table.add_row(f"  cut short: {reason}", f"{count:,}", _share(count, lookups.total))
-    table.add_row("tokens asked for", f"{lookups.asked_tokens:,}", "")
-    table.add_row("  reused", f"{lookups.hit_tokens:,}", _share(lookups.hit_tokens, lookups.asked_tokens))
-    table.add_row("saves begun", f"{puts.begun:,}", "")
+def _work_table(now: Stats, rates: _Rates) -> Table:
+    """Lookups and bytes moved on the left, saves and leases on the right."""
+    both = zip_longest(_lookup_rows(now, rates), _save_rows(now), fillvalue=())
+    rows = [(*left, *[""] * (len(_LEFT) - len(left)), "", *right) for left, right in both]
+    return _filled((*_LEFT, "", *_RIGHT), rows)
+
+
+_LEFT = ("reuse and traffic", ">count", ">share", ">/s")
+_RIGHT = ("saves and leases", ">count")
+
+
+def _lookup_rows(now: Stats, rates: _Rates) -> list[Cells]:
+    lookups = now.lookups
+    cut = sorted(lookups.misses.items(), key=lambda item: -item[1])
+    share = _share(lookups.hit_tokens, lookups.asked_tokens)
+    return [
+        ("lookups", f"{lookups.total:,}", "", rates.lookups),
+        ("  with a hit", f"{lookups.hits:,}", _share(lookups.hits, lookups.total)),
+        *((f"  cut short: {reason}", f"{count:,}", _share(count, lookups.total)) for reason, count in cut),
+        ("tokens asked for", f"{lookups.asked_tokens:,}"),
+        ("  reused", f"{lookups.hit_tokens:,}", share, rates.tokens),
+        ("saved", human_size(now.puts.bytes), "", rates.saved),
+        *(row for tier in now.tiers for row in _traffic(tier, rates)),
+    ]
+
+
+def _traffic(tier: Tier, rates: _Rates) -> list[Cells]:
+    return [
+        (f"{tier.name} read", human_size(tier.read_bytes), "", rates.read(tier)),
+        (f"{tier.name} written", human_size(tier.write_bytes), "", rates.written(tier)),
+    ]
+
+
+def _save_rows(now: Stats) -> list[Cells]:
+    puts = now.puts
     ends = {"committed": puts.committed, "aborted": puts.aborted, "expired": puts.expired, "rejected": puts.rejected}
-    for name, count in ends.items():
-        table.add_row(f"  {name}", f"{count:,}", _share(count, puts.begun))
-    table.add_row("leases open", f"{now.leases.open:,}", "")
-    table.add_row("leases expired", f"{now.leases.expired:,}", "")
-    for name, count in _troubles(now).items():
-        table.add_row(Text(name, style="red"), f"{count:,}", "")
+    return [
+        ("saves begun", f"{puts.begun:,}"),
+        *((f"  {name}", f"{count:,}") for name, count in ends.items()),
+        ("leases open", f"{now.leases.open:,}"),
+        ("leases expired", f"{now.leases.expired:,}"),
+    ]
+
+
+def _filled(heads: Sequence[str], rows: Iterable[Cells]) -> Table:
+    table = Table(*heads)
+    for cells in rows:
+        table.add_row(*cells)
     return table
 
 
-def _troubles(now: Stats) -> dict[str, int]:
-    """What ought to be nothing, and is shown only where it is something."""
+def _trouble_table(now: Stats) -> Table:
+    """Counts that ought to be zero; shown only where they are not."""
     troubles = {f"quarantined: {reason}": count for reason, count in now.quarantined.count.items()}
     for tier in now.tiers:
         troubles |= {f"{tier.name} failed: {code}": count for code, count in tier.errors.items()}
-    troubles["bytes in limbo, for want of their writer's end"] = now.arena.limbo_bytes
-    return {name: count for name, count in troubles.items() if count}
-
-
-def _rate_table(now: Stats, before: Stats | None) -> Table:
-    earlier = before or Stats()
-    seconds = max(now.uptime_s - earlier.uptime_s, 1e-3)
-    table = empty_table("throughput", "what", ">a second, " + ("just now" if before else "since the start"))
-    table.add_row("lookups", f"{(now.lookups.total - earlier.lookups.total) / seconds:,.1f}")
-    table.add_row("tokens reused", f"{(now.lookups.hit_tokens - earlier.lookups.hit_tokens) / seconds:,.0f}")
-    table.add_row("saved", human_size(int((now.puts.bytes - earlier.puts.bytes) / seconds)))
-    earlier_tiers = {tier.name: tier for tier in earlier.tiers}
-    for tier in now.tiers:
-        past = earlier_tiers.get(tier.name, Tier(name=tier.name))
-        table.add_row(f"{tier.name} read", human_size(int((tier.read_bytes - past.read_bytes) / seconds)))
-        table.add_row(f"{tier.name} written", human_size(int((tier.write_bytes - past.write_bytes) / seconds)))
+        troubles |= {f"{tier.name} postponed": tier.postponed, f"{tier.name} dropped": tier.dropped}
+    troubles["bytes in limbo, until their writer ends"] = now.arena.limbo_bytes
+    table = Table("trouble", ">count")
+    for name, count in troubles.items():
+        if count:
+            table.add_row(Text(name, style="red"), f"{count:,}")
     return table
 
 
-def _client_table(clients: Sequence[Client]) -> Table:
-    table = empty_table("clients", ">session", "client", "namespace", ">leases", ">open saves")
-    for client in clients:
-        table.add_row(
-            str(client.session),
-            printable(client.client),
-            client.namespace[:12] or "-",
-            f"{client.leases:,}",
-            f"{client.puts:,}",
-        )
+def _client_table(clients: Sequence[Client], most: int) -> Table:
+    """Names last: however long one is, the other columns stay in line."""
+    table = Table(">session", "namespace", ">leases", ">open saves", "client")
+    for client in _beginning(clients, most):
+        name, digest = printable(client.client), client.namespace[:12] or "-"
+        table.add_row(str(client.session), digest, f"{client.leases:,}", f"{client.puts:,}", name)
+    _tell_more(table, len(clients))
     return table
 
 
-def _namespace_table(namespaces: Sequence[KnownNamespace]) -> Table:
-    table = empty_table("namespaces", "digest", "model", ">objects", ">chunk tokens")
-    for known in namespaces:
-        table.add_row(known.digest[:12], printable(known.model), f"{known.objects:,}", f"{known.chunk_tokens:,}")
+def _namespace_table(namespaces: Sequence[KnownNamespace], most: int) -> Table:
+    table = Table("namespace", ">objects", ">chunk tokens", "model")
+    for known in _beginning(namespaces, most):
+        table.add_row(known.digest[:12], f"{known.objects:,}", f"{known.chunk_tokens:,}", printable(known.model))
+    _tell_more(table, len(namespaces))
     return table
+
+
+def _beginning(items: Sequence[T], most: int) -> Sequence[T]:
+    """All of them, or so many that a line for the others still fits."""
+    return items if len(items) <= most else items[: most - 1]
+
+
+def _tell_more(table: Table, count: int) -> None:
+    if table.row_count < count:
+        empty = [""] * (table.column_count - 1)
+        table.add_row(*empty, f"… {count - table.row_count} more: see kvtally stat")
+
+
+def _shortened(counts: Sequence[int], rows: int) -> list[int]:
+    """How many lines each list may have, so that all fit these rows: the longest one makes way, down to one line."""
+    lines = list(counts)
+    while sum(map(_list_height, lines)) > rows and max(lines) > 1:
+        lines[lines.index(max(lines))] -= 1
+    return lines
+
+
+def _height(table: Table) -> int:
+    return table.row_count + 1
+
+
+def _list_height(lines: int) -> int:
+    return lines + 1 if lines else 0  # with its heading
 
 
 def _share(part: int, whole: int) -> str:

@@ -19,12 +19,16 @@ def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
         typer.echo(json.dumps(_tree(settings), indent=2))
         return
 
-    from kvtally.cli.render import console, empty_table
+    from kvtally.cli.render import Fitting, Table, console
 
-    table = empty_table(f"file: {settings.file or 'none'}", "setting", "value", "origin", "given in")
-    for row in settings.shown():
+    rows = settings.shown()
+    table = Table("setting", "value", "origin", "given in")
+    for row in rows:
         table.add_row(row.key, _for_people(row), row.origin, row.where)
-    console().print(table)
+    paragraphs = [
+        (f"{row.key} = {_for_people(row)}", f"{row.origin}: {row.where}" if row.where else "") for row in rows
+    ]
+    console().print(Fitting(f"file: {settings.file or 'none'}", table, paragraphs))
 
 
 def _tree(settings: Settings) -> dict[str, object]:

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtally.cli.options import JsonOption
+from kvtally.cli.terminal import columns, wrapped
 from kvtally.errors import ConfigError
 from kvtally.units import printable
 
 if TYPE_CHECKING:  # `kvtally --help` need not pay for these
     from kvtally.verify.judge import Observation, Report
 
-CELLS = "{:<18} {:<6} {:>6}  {:<10} {:<22} {:>6} {:>8}  {}"
+CELLS = "{:<16} {:<5} {:>6}  {:<10} {:>7} {:>8}  "
+INDENT = " " * 24  # of what does not fit behind the cells
 
 
 def verify(
@@ -61,8 +63,7 @@ def verify(
     seed = secrets.randbits(32) if seed is None else seed
     if not as_json:
         typer.echo(
-            f"seed {seed}\n\n"
-            + CELLS.format("probe", "turn", "tokens", "answer", "verdict", "reused", "computed", "from")
+            f"seed {seed}\n\n{CELLS.format('probe', 'turn', 'tokens', 'answer', 'reused', 'computed')}verdict, from"
         )
     report = run(
         connect(url),
@@ -99,21 +100,27 @@ def _print_observation(seen: Observation) -> None:
         answer = "equal, tie"
     verdict = f"{told.verdict}{f':{told.reason}' if told.reason else ''}" if told else "-"
     places = ", ".join(f"{place} {tokens:,}" for place, tokens in told.sources.items()) if told else ""
-    reused, computed = (str(told.reused_tokens), str(told.computed_tokens)) if told else ("-", "-")
-    typer.echo(
-        CELLS.format(
-            seen.case, seen.turn, seen.prompt_tokens, answer, printable(verdict), reused, computed, printable(places)
-        )
-    )
+    reused, computed = (f"{told.reused_tokens:,}", f"{told.computed_tokens:,}") if told else ("-", "-")
+    cells = CELLS.format(seen.case, seen.turn, seen.prompt_tokens, answer, reused, computed)
+    rest = printable(", ".join(filter(None, [verdict, places])))
+    if len(cells) + len(rest) <= columns():
+        typer.echo(cells + rest)
+    else:
+        typer.echo(cells.rstrip())
+        typer.echo(wrapped(INDENT + rest, columns(), INDENT))
 
 
 def _print_words(report: Report) -> None:
-    typer.echo(f"\n{report.outcome.upper()}. {printable(report.summary)}")
+    _say(f"\n{report.outcome.upper()}. {printable(report.summary)}")
     for finding in report.findings:
-        typer.echo(f"\n{'problem' if finding.is_problem else 'note'}: {printable(finding.what)}")
+        _say(f"\n{'problem' if finding.is_problem else 'note'}: {printable(finding.what)}")
         if finding.requests:
-            typer.echo(f"  seen in: {'; '.join(finding.requests)}")
-        typer.echo(f"  remedy: {printable(finding.remedy)}")
+            _say(f"  seen in: {'; '.join(finding.requests)}")
+        _say(f"  remedy: {printable(finding.remedy)}")
+
+
+def _say(text: str) -> None:
+    typer.echo(wrapped(text, columns(), "  "))
 
 
 def _print_json(report: Report, seed: int) -> None:

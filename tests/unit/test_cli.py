@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import termios
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 from rich.console import Console
+from rich.screen import Screen
 
 from kvtally import __version__
 from kvtally.cli import main as cli
@@ -66,11 +68,14 @@ class Run:
         return Result(exited.value.code, out, err)
 
 
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVTALLY_")}
+    return {**kept, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
 def spawn(*arguments: str) -> subprocess.Popen[str]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("KVTALLY_")}
-    environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     return subprocess.Popen(
-        [sys.executable, "-m", "kvtally", *arguments], stderr=subprocess.PIPE, text=True, env=environ
+        [sys.executable, "-m", "kvtally", *arguments], stderr=subprocess.PIPE, text=True, env=environment()
     )
 
 
@@ -183,6 +188,54 @@ class TestErrors:
         assert second.returncode == 2
         assert "[KV-104]" in err.splitlines()[-2]
         assert run("stat", "--socket", store).code == 0
+
+    @pytest.mark.parametrize(
+        "arguments", [("--version",), ("config", "show"), ("config", "show", "--json"), ("--help",)]
+    )
+    @pytest.mark.parametrize("unbuffered", ["", "1"])
+    def test_a_full_disk_behind_the_output_is_a_clear_error(self, arguments: tuple[str, ...], unbuffered: str) -> None:
+        with open("/dev/full", "w", encoding="utf-8") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "kvtally", *arguments],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**environment(), "PYTHONUNBUFFERED": unbuffered},
+                timeout=HANG_S,
+                check=False,
+            )
+        message, remedy = done.stderr.splitlines()
+        assert (done.returncode, message) == (
+            1,
+            "error: standard output cannot be written: No space left on device [KV-001]",
+        )
+        assert remedy.startswith("remedy: ")
+
+    def test_an_error_of_ours_is_no_trouble_of_the_output(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(arguments: list[str]) -> int:
+            raise FileNotFoundError(2, "No such file or directory")
+
+        fake_module(monkeypatch, "kvtally.cli.demo_store", fail)
+        monkeypatch.setattr(sys, "argv", ["kvtally", "demo-store"])
+        with pytest.raises(FileNotFoundError):
+            cli.main()
+
+    def test_a_long_message_breaks_between_words_in_a_terminal_and_not_at_all_elsewhere(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = "/var/lib/" + "deeper/" * 10 + "missing.yaml"
+        whole = run("store", "--config", path).err
+        assert len(whole.splitlines()) == 2
+        ours, theirs = os.openpty()
+        with open(ours, encoding="utf-8") as terminal, open(theirs, "w", encoding="utf-8") as end:
+            termios.tcsetwinsize(theirs, (24, 80))
+            monkeypatch.setattr(sys, "stderr", end)
+            assert run("store", "--config", path).code == 2
+            lines: list[str] = []
+            while not lines or not lines[-1].endswith("mode."):
+                lines.append(terminal.readline().rstrip())
+        assert " ".join(lines).split() == whole.split()
+        assert [line for line in lines if len(line) > 80 and path not in line] == []
 
     def test_an_interrupt_is_quiet(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         def interrupted(arguments: list[str]) -> int:
@@ -329,9 +382,9 @@ class TestReceipts:
         with StoreClient(store, namespace=NAMESPACE) as client:
             half = Half(role=Role.DECODE, tokens_host=16, computed_tokens=17, verified=True)
             assert not isinstance(client.file_receipt(ticket, half).wait(), Miss)
-        monkeypatch.setenv("COLUMNS", "60")
-        narrow = run("receipts", ticket, "--socket", store).out.splitlines()
-        assert "".join(line[:12].split(" ")[0] for line in narrow).endswith(ticket)
+        for columns in ("20", "60", "80"):
+            monkeypatch.setenv("COLUMNS", columns)
+            assert ticket in run("receipts", ticket, "--socket", store).out.splitlines()
         monkeypatch.delenv("COLUMNS")  # a pipe has no edge
         assert run("receipts", "--socket", store).out.splitlines()[2].split()[0] == ticket
 
@@ -424,7 +477,7 @@ class TestPage:
             "puts": {"bytes": 4 << 20},
             "tiers": [tier | {"read_bytes": 9 << 20}],
         }
-        text = page(now, before)
+        text = page(now, before, width=50)  # narrow: every table for itself
         assert row(text, "lookups")[-1] == "100.0"
         assert row(text, "saved")[-1] == "2MiB"
         assert row(text, "disk read")[-1] == "4MiB"
@@ -451,10 +504,125 @@ class TestPage:
         assert caught.value.code == "KV-201"
 
 
-def page(now: object, before: object | None = None) -> str:
-    console = Console(width=100, markup=False, highlight=False)
+BUSY = {
+    "store": "68b4f3bc53a168b4",
+    "version": "0.1.0",
+    "uptime_s": 277_812.0,
+    "arena": {
+        "capacity_bytes": 16 << 30,
+        "used_bytes": 17_072_495_001,
+        "objects": 1_234_567,
+        "evicted": 98_765_432,
+        "limbo_bytes": 4_096,
+    },
+    "tiers": [
+        {
+            "name": "disk",
+            "state": "not-writing",
+            "capacity_bytes": 200 << 30,
+            "used_bytes": 213_909_504_001,
+            "objects": 12_345_678,
+            "evicted": 98_765_432,
+            "read_bytes": 1 << 45,
+            "write_bytes": 9 << 40,
+            "postponed": 12_345,
+            "dropped": 1_234,
+            "errors": {"KV-601": 12, "KV-602": 3},
+        }
+    ],
+    "lookups": {
+        "total": 1_234_567,
+        "hits": 1_034_567,
+        "hit_tokens": 9_876_543_210,
+        "asked_tokens": 12_345_678_901,
+        "misses": {"absent": 120_000, "state_absent": 40_000, "staging_failed": 1_200, "slow_tier": 4},
+    },
+    "puts": {"begun": 1_234_567, "committed": 1_230_000, "aborted": 4_000, "expired": 500, "bytes": 9 << 40},
+    "leases": {"open": 128, "expired": 12},
+    "clients": [
+        {"session": number, "client": f"vllm decode rank {number} pid {471100 + number}", "namespace": "42f7fbce72fa"}
+        for number in range(7)
+    ],
+    "namespaces": [
+        {"digest": digest * 8, "model": model, "objects": 1_234_567, "chunk_tokens": 256}
+        for digest, model in (("42f7fbce", "meta-llama/Llama-3.3-70B@6f6073b"), ("5f5df11d", "Qwen/Qwen3-Next@9c7f2fb"))
+    ],
+}
+
+
+class TestEightyColumns:
+    """Nothing is cut, and nothing breaks inside: the words are those of a page that has all the room it wants."""
+
+    def test_stat(self) -> None:
+        narrow = page(BUSY, width=80)
+        assert {len(line) > 80 for line in narrow.splitlines()} == {False}
+        assert sorted(narrow.split()) == sorted(page(BUSY, width=10_000).split())
+
+    def test_stat_stands_side_by_side_where_there_is_room(self) -> None:
+        assert len(page(BUSY, width=100).splitlines()) < len(page(BUSY, width=80).splitlines())
+        quiet = {**BUSY, "lookups": {"total": 1_234_567, "hits": 1_034_567}}
+        assert len(page(quiet, width=80).splitlines()) == len(page(quiet, width=10_000).splitlines())
+
+    @pytest.mark.parametrize("clients", [7, 40, 256])
+    def test_watch_shows_clients_and_namespaces_on_24_rows(self, clients: int) -> None:
+        """The screen cannot be scrolled: what does not fit is counted."""
+        many = [{"session": number, "client": f"engine-{number}"} for number in range(clients)]
+        calm = {**BUSY, "lookups": {"total": 9, "misses": {"absent": 1}}, "arena": {}, "clients": many}
+        calm["tiers"] = [{"name": "disk"}]
+        lines = screen(calm, width=80, height=24).splitlines()
+        shown = sum("engine-" in line for line in lines)
+        (more,) = [int(line.split()[1]) for line in lines if "more: see kvtally stat" in line] or [0]
+        assert shown >= 5
+        assert shown + more == clients
+        assert sum("@" in line for line in lines) == 2  # both models
+
+    def test_watch_has_blank_lines_where_there_is_room(self) -> None:
+        assert "" in [line.strip() for line in screen(BUSY, width=80, height=60).rstrip().splitlines()]
+
+    def test_receipts(self, run: Run, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        ticket = "cmpl-3ad6ee38ecdbce131d94e336e66fb133-0-4457c6fd"
+        half = Half(
+            role=Role.DECODE,
+            tokens_gpu=1_024,
+            tokens_host=12_288,
+            tokens_disk=3_072,
+            computed_tokens=16_616,
+            load_ms=1_034.1,
+            reason="staging_failed",
+        )
+        with StoreClient(store, namespace=NAMESPACE) as client:
+            for one in (Half(role=Role.PREFILL, saved_tokens=32_768), half):
+                assert not isinstance(client.file_receipt(ticket, one).wait(), Miss)
+        monkeypatch.setenv("COLUMNS", "80")
+        _, head, *rest = run("receipts", ticket, "--socket", store).out.splitlines()
+        assert head == ticket
+        assert [line for line in rest if len(line) > 80 or not line.startswith("  ")] == []
+        assert " ".join(" ".join(rest).split()) == (
+            "short (staging_failed): promised 32,768, reused 16,384 (gpu 1,024, host 12,288, disk 3,072), computed "
+            "16,616, loaded in 1,034.1 ms"
+        )
+
+    def test_config_show(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("KVTALLY_CONNECTOR__MODEL_IDENTITY", "my-model-with-a-long-name-v3")
+        monkeypatch.setenv("COLUMNS", "80")
+        narrow = run("config", "show").out.splitlines()
+        assert "connector.model_identity = my-model-with-a-long-name-v3" in narrow
+        assert "  environment: KVTALLY_CONNECTOR__MODEL_IDENTITY" in narrow
+
+
+def page(now: object, before: object | None = None, width: int = 100) -> str:
+    console = Console(width=width, markup=False, highlight=False, soft_wrap=True)
     with console.capture() as capture:
         console.print(stats_page(read_stats(now), None if before is None else read_stats(before)))
+    return capture.get()
+
+
+def screen(now: object, *, width: int, height: int) -> str:
+    """What `--watch` paints."""
+    console = Console(width=width, height=height, markup=False, highlight=False, force_terminal=True, color_system=None)
+    console.set_alt_screen(True)
+    with console.capture() as capture:
+        console.print(Screen(stats_page(read_stats(now))))
     return capture.get()
 
 

@@ -16,6 +16,8 @@ import msgspec
 import pytest
 
 from kvtally.cli import main as cli
+from kvtally.cli.verify import _print_observation as print_observation
+from kvtally.cli.verify import _print_words as print_words
 from kvtally.core.namespace import chunk_tokens
 from kvtally.core.receipts import Verdict
 from kvtally.core.routing import Skip
@@ -685,3 +687,29 @@ def test_a_key_file_that_cannot_be_read(run: Command, tmp_path: Path) -> None:
 def test_a_key_that_no_header_can_carry(run: Command, tmp_path: Path, content: str) -> None:
     (tmp_path / "key").write_text(content, encoding="utf-8")
     assert run("--key-file", str(tmp_path / "key")) == (2, "")
+
+
+# ---- what people see
+
+
+@pytest.mark.parametrize("reason", ["", "absent", "foreign_namespace", "prefill_status_503"])
+@pytest.mark.parametrize("sources", [{}, {"host": 16_384}, {"gpu": 16_384, "host": 131_072, "disk": 65_536}])
+def test_eighty_columns_break_no_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reason: str, sources: dict[str, int]
+) -> None:
+    verdict = "recomputed" if reason else "proved"
+    observation = seen(verdict, reused=sum(sources.values()), told={"reason": reason, "sources": sources})
+    observation = msgspec.structs.replace(observation, case="a chunk less one", comparison=Comparison(is_tie=True))
+    report = judge([observation, seen()], PD)
+
+    def printed() -> str:
+        print_observation(observation)
+        print_words(report)
+        return capsys.readouterr().out
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    whole = printed()
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = printed()
+    assert narrow.split() == whole.split()
+    assert [line for line in narrow.splitlines() if len(line) > 80] == []
