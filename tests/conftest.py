@@ -1,4 +1,4 @@
-"""For all tests: no setting of the machine that runs them reaches them, and a bench for those that start stores."""
+"""For all tests: nothing of the machine that runs them reaches them, neither its settings nor its speed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtally import link
 from tests.unit.shell import Bench
+from tests.waiting import HANG_S, Clock
 
 
 @pytest.fixture(autouse=True)
@@ -16,6 +18,17 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in list(os.environ):
         if variable.startswith("KVTALLY_") and variable != "KVTALLY_HYPOTHESIS":
             monkeypatch.delenv(variable)
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a client in an engine gives up after a moment, it waits for here: the machine may be slow, or very busy."""
+    monkeypatch.setattr(link, "HANDSHAKE_NS", int(HANG_S * 1e9))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""How tests wait: for a condition, never for a time.
+"""How tests wait: for a condition, never for a time. No verdict depends on how fast the machine is.
 
 HANG_S bounds every wait. It is far longer than the slowest honest machine needs, so a test that meets it has found a
-hang; no verdict depends on how fast the machine is.
+hang. Where something must *not* be waited for, its deadline is HOUR_S: whoever waited for it after all would hang, too.
+Where time must pass, a test puts the clock forward.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import asyncio
 import time
 from collections.abc import Callable
 
+import pytest
+
 HANG_S = 120.0
+HOUR_S = 3600.0
 
 
 def eventually(condition: Callable[[], object], what: str = "the condition held") -> None:
@@ -19,6 +23,26 @@ def eventually(condition: Callable[[], object], what: str = "the condition held"
     while not condition():
         assert time.monotonic() < deadline, f"within {HANG_S:g} s it did not come about that {what}"
         time.sleep(0.005)
+
+
+class Clock:
+    """The clock of `time.monotonic_ns`, for all of this process. A test puts it forward, or stops it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._real = time.monotonic_ns
+        self._ahead_ns = 0
+        self._stopped_ns: int | None = None
+        monkeypatch.setattr(time, "monotonic_ns", self.now_ns)
+
+    def now_ns(self) -> int:
+        return self._ahead_ns + (self._real() if self._stopped_ns is None else self._stopped_ns)
+
+    def forward(self, seconds: float) -> None:
+        self._ahead_ns += int(seconds * 1e9)
+
+    def stop(self) -> None:
+        """From now on only `forward` moves it. Nothing may wait by this clock any more."""
+        self._stopped_ns = self._real()
 
 
 async def comes_about(condition: Callable[[], object], what: str = "the condition held") -> None:

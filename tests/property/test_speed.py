@@ -1,4 +1,4 @@
-"""The estimate of a tier's speed: right for steady tiers, deaf to a few slow reads, quick to follow a lasting change."""
+"""The estimate of a tier's speed: right for steady tiers, deaf to a few slow reads, follows a lasting change."""
 
 from __future__ import annotations
 
