@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvtally import link
+from kvtally.client import StoreClient
+from kvtally.store.server import StoreServer
 from tests.unit.shell import Bench
 from tests.waiting import HANG_S, Clock
 
@@ -22,8 +24,10 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a client in an engine gives up after a moment, it waits for here: the machine may be slow, or very busy."""
+    """Where a test names no deadline, clients and stores of this process wait for one another as long as tests do."""
     monkeypatch.setattr(link, "HANDSHAKE_NS", int(HANG_S * 1e9))
+    monkeypatch.setitem(StoreClient.__init__.__kwdefaults__, "timeout_s", HANG_S)
+    monkeypatch.setitem(StoreServer.__init__.__kwdefaults__, "hello_timeout_s", HANG_S)
 
 
 @pytest.fixture

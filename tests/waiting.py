@@ -26,13 +26,17 @@ def eventually(condition: Callable[[], object], what: str = "the condition held"
 
 
 class Clock:
-    """The clock of `time.monotonic_ns`, for all of this process. A test puts it forward, or stops it."""
+    """The monotonic clock, for all of this process. A test puts it forward, or stops it.
+
+    asyncio's own loops follow it and look at their timers when they are woken next; uvloop's have a clock of their own.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._real = time.monotonic_ns
         self._ahead_ns = 0
         self._stopped_ns: int | None = None
         monkeypatch.setattr(time, "monotonic_ns", self.now_ns)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_ns() / 1e9)
 
     def now_ns(self) -> int:
         return self._ahead_ns + (self._real() if self._stopped_ns is None else self._stopped_ns)

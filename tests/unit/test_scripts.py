@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -112,7 +113,13 @@ def test_stress_ends_with_a_status(tmp_path: Path, options: list[str], status: i
 def test_busy_loops_end_with_the_script(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("import os, signal\ndef test(): os.kill(os.getppid(), signal.SIGKILL)\n")
     command = [sys.executable, str(ROOT / "scripts" / "stress.py"), "--rounds", "1", "--loops", "2", str(tmp_path)]
-    killed = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    killed = subprocess.Popen(
+        command,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # where it leaves its files
+    )
     assert killed.wait(HANG_S) == -signal.SIGKILL
     eventually(lambda: not session(killed.pid))
 
