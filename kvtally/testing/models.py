@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,15 @@ MAMBA = Recipe(
     kinds=(GroupKind.FULL, GroupKind.RECURRENT),
     engine={"max_num_batched_tokens": 256},  # must be one block: vLLM's CPU kernel exports no state inside a chunk
 )
+# A block must be as long as a state is large. These are small enough for two blocks to a chunk.
+SMALL_STATES = replace(
+    GDN,
+    name="small-states",
+    config={**GDN.config, "linear_num_key_heads": 2, "linear_num_value_heads": 2},
+    block_tokens=128,
+)
 RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (DENSE, SLIDING, GDN, MAMBA)}
+_MADE = {**RECIPES, SMALL_STATES.name: SMALL_STATES}
 
 
 def tiny_models(directory: Path, wanted: Iterable[tuple[Recipe, int]]) -> list[Model]:
@@ -210,7 +218,7 @@ def main(arguments: list[str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             made = Path(scratch, "model")
-            _make(RECIPES[order.recipe], order.seed, made)
+            _make(_MADE[order.recipe], order.seed, made)
             if not path.exists():
                 made.rename(path)  # all or nothing
 

@@ -48,6 +48,7 @@ class Asking:
         *,
         full_groups: tuple[int, ...],
         wait_ms: int,
+        block_tokens: int = 1,
         steps_in_flight: int = 2,
         is_alone: bool = True,
         reads: bool = True,
@@ -58,6 +59,7 @@ class Asking:
         self._inquiries = inquiries
         self._tally = tally
         self._full_groups = full_groups
+        self._block_tokens = block_tokens
         self._wait_ns = wait_ms * 1_000_000
         self._is_alone = is_alone
         self._reads = reads
@@ -219,6 +221,7 @@ class Asking:
             priority=request.priority,
             ahead=self._waiting - 1 if is_early else 0,
             prefill_tokens_s=self._tokens_s,
+            block_tokens=self._block_tokens,
         )
 
     def _come_to(self, track: Track, inquiry: Inquiry) -> None:

@@ -70,6 +70,7 @@ class Inquiry:
     priority: int = 0
     ahead: int = 0  # requests that arrived before and have not begun
     prefill_tokens_s: int = 0  # 0: load whatever it takes
+    block_tokens: int = 1  # the engine keeps states at multiples of this
     answer: Answer | None = None
     is_cancelled: bool = False
     call: Call[Lease] | None = None
@@ -326,12 +327,16 @@ class Inquiries:
     def _ask_for_tail(self, client: StoreClient, inquiry: Inquiry, lease: Lease) -> bool:
         """Where an earlier request ended between two chunks, this one may go on from there. True if it is asked for.
 
-        Only lengths are known: what ended there may have been another conversation, so a few are tried.
+        Only lengths are known: what ended there may have been another conversation, so a few are tried, the longest
+        first. Always among them is where the engine keeps the last state of a prompt like this one.
         """
         if inquiry.tails is None:
             known = [lease.found.end_tokens + length for length in lease.found.tails]
-            fitting = [end for end in known if end <= inquiry.limit_tokens and end not in inquiry.ends]
-            inquiry.tails = sorted(fitting)[-MOST_TRIES:]
+            fitting = sorted(end for end in known if end <= inquiry.limit_tokens and end not in inquiry.ends)
+            inquiry.tails = fitting[-MOST_TRIES:]
+            own = inquiry.limit_tokens // inquiry.block_tokens * inquiry.block_tokens
+            if own in fitting and own not in inquiry.tails:
+                inquiry.tails[0] = own
         elif lease.found.end_tokens == inquiry.ends[-1]:
             return False
         if not inquiry.tails:

@@ -38,7 +38,7 @@ from kvtally.wire.messages import MissReason
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.request import Request
 
 log = logging.getLogger("kvtally.vllm")
@@ -112,6 +112,7 @@ class SchedulerHalf:
             self.tally,
             full_groups=tuple(g for g, spec in enumerate(layout.groups) if spec.kind is GroupKind.FULL),
             wait_ms=wait_ms,
+            block_tokens=layout.block_tokens,
             steps_in_flight=steps_in_flight,
             is_alone=is_alone,
             reads=reads,
@@ -316,12 +317,13 @@ class SchedulerHalf:
                 self._add_job(saves, track, items)
         for request_id, offers in state.boundary_state_offloads.items():
             track = self._tracks.get(request_id)
-            if track is None or not track.may_save:
+            if track is None or not track.may_save or not self._is_path_free(track):
                 continue
-            if not self._room() > 0:
+            kept = self._kept_states(track, offers)
+            if kept and not self._room() > 0:
                 self.tally.count(SAVES, "left")
-                continue
-            self._add_job(saves, track, self._state_items(track, offers))
+            elif kept:
+                self._add_job(saves, track, self._state_items(track, kept, state))
 
     def _is_due(self, track: Track, computed_end: int) -> bool:
         """Whether a step completes anything that is to be saved, and its path is known."""
@@ -379,20 +381,47 @@ class SchedulerHalf:
                 items.append(SaveItem(*boundary, group, ids))
         return items
 
-    def _state_items(self, track: Track, offers: Sequence[tuple[int, int, int]]) -> list[SaveItem]:
-        """Recurrent states that vLLM offers: exactly this block, exactly this boundary."""
-        if not self._is_path_free(track):
-            return []
-        items = []
-        for group_id, block_id, boundary_tokens in offers:
+    def _kept_states(self, track: Track, offers: Sequence[tuple[int, int, int]]) -> dict[int, list[tuple[int, int]]]:
+        """The recurrent states that are saved, of those that vLLM offers: by boundary, each group's block."""
+        kept: dict[int, list[tuple[int, int]]] = {}
+        for group_id, block_id, end in offers:
             group = self._group_of.get(group_id)
-            if group is None or block_id == NULL_BLOCK or boundary_tokens > track.request.num_tokens:
-                continue
-            if boundary_tokens % self._layout.namespace.chunk_tokens:
-                continue
-            track.path.extend(track.request.all_token_ids, boundary_tokens)
-            boundary = track.path.chunk(boundary_tokens // self._layout.namespace.chunk_tokens - 1)
-            items.append(SaveItem(*boundary, group, [block_id]))
+            if group is not None and block_id != NULL_BLOCK and self._is_kept(track, end):
+                kept.setdefault(end, []).append((group, block_id))
+        return kept
+
+    def _is_kept(self, track: Track, end: int) -> bool:
+        """Whether a state at this boundary is worth its bytes (decision 0018).
+
+        At the end of a chunk always. Elsewhere only below the prompt's end, where a later prompt may go on from it: the
+        last one, for a repeat or a longer prompt; the one that was asked for, because prompts part there; and of the
+        others one for each chunk's length at most, however short the engine's blocks are.
+        """
+        request, answer = track.request, track.life.answer
+        chunk, block = self._layout.namespace.chunk_tokens, self._layout.block_tokens
+        loaded = answer.end_tokens if answer is not None else 0
+        if end == loaded or end > request.num_tokens:
+            return False
+        if end % chunk == 0:
+            return True
+        if end > request.num_prompt_tokens:
+            return False
+        is_last = end + block >= request.num_prompt_tokens
+        is_shared = 0 <= request.shared_prefix_boundary - end < block
+        return is_last or is_shared or end - max(loaded, track.life.state_tokens) >= chunk
+
+    def _state_items(
+        self, track: Track, kept: dict[int, list[tuple[int, int]]], state: KVConnectorBlockState
+    ) -> list[SaveItem]:
+        """States at exactly the boundaries that vLLM names; inside a chunk, with the attention up to there."""
+        items: list[SaveItem] = []
+        for end, blocks in sorted(kept.items()):
+            boundary = track.path.tail(track.request.all_token_ids, end)
+            if end % self._layout.namespace.chunk_tokens:
+                tables = state.get_block_ids(track.request.request_id)
+                items += self._attention_items(boundary, tables) if tables is not None else []
+            items += [SaveItem(*boundary, group, [block_id]) for group, block_id in blocks]
+            track.life.state_tokens = end
         return items
 
     def _add_job(self, jobs: list[SaveJob], track: Track, items: list[SaveItem]) -> None:

@@ -51,6 +51,7 @@ class Life:
     # what it has saved
     saved_chunks: int = 0  # chunks that are in the store or on their way there
     tail_saved: bool = False
+    state_tokens: int = 0  # where the last recurrent state ends that was saved
 
     @property
     def was_staged(self) -> bool:

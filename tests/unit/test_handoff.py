@@ -153,9 +153,10 @@ def handoff(client: StoreClient, **changes: Any) -> Handoff:
     return msgspec.structs.replace(told, **changes)
 
 
-def ask(inquiries: Inquiries, told: Handoff | None, wait_s: float = 2.0) -> Inquiry:
+def ask(inquiries: Inquiries, told: Handoff | None, wait_s: float = 2.0, *, block_tokens: int = 1) -> Inquiry:
     now_ns = time.monotonic_ns()
-    inquiry = Inquiry(PROMPT, path(PROMPT), now_ns + int(wait_s * 1e9), now_ns, (FULL,), told)
+    deadline_ns = now_ns + int(wait_s * 1e9)
+    inquiry = Inquiry(PROMPT, path(PROMPT), deadline_ns, now_ns, (FULL,), told, block_tokens=block_tokens)
     inquiries.ask(inquiry)
     return inquiry
 
@@ -293,3 +294,15 @@ def test_hashes_are_hex() -> None:
     for name in ("namespace", "chain"):
         for text in ("zz", "abc", "AB", "ab" * 33, "ab\n"):
             assert handoff_of({"kvtally": {"ticket": "t", "role": "decode", name: text}}) is None
+
+
+@pytest.mark.parametrize(("block_tokens", "found_tokens"), [(80, 160), (1, 128)])
+def test_the_last_state_of_the_same_prompt_is_found_among_the_ends_of_many_conversations(
+    inquiries: Inquiries, prefill: StoreClient, block_tokens: int, found_tokens: int
+) -> None:
+    """They share their first two chunks. Of the ends that are known behind these, four are tried at most."""
+    chunks, own = boundaries(PROMPT, 128), boundaries(PROMPT, 160)[-1]
+    others = [boundaries(conversation(1000 * number), 170 + number)[-1] for number in range(1, 9)]
+    save(prefill, {FULL: [*chunks, own, *others], STATE: [chunks[-1], own, *others]})
+    found = answer(ask(inquiries, None, block_tokens=block_tokens))
+    assert found.end_tokens == found_tokens

@@ -379,6 +379,94 @@ def test_a_streaming_input_without_states_is_saved(half: Callable[..., Any]) -> 
     assert scheduler.build_metadata(step({"r": 128}, kv_connector_block_state=state)).saves
 
 
+# ---- which states are saved
+
+
+class Prefill:
+    """A prompt of a hybrid model with blocks of 16 and chunks of 64, of which each step computes a part."""
+
+    def __init__(self, half: Callable[..., Any], tokens: int, *, shared: int = 0) -> None:
+        self.half = half(FULL, RECURRENT, reads=False)
+        self.asked = request("r", list(range(tokens)), shared_prefix_boundary=shared, num_in_flight_tokens=0)
+        self.half.on_new_request(self.asked)
+        self.half.matched_tokens(self.asked, 0)
+        self.blocks = list(range(1, 2 + tokens // BLOCK))
+        self.tables = 0  # how often vLLM was asked for them
+
+    def step(self, tokens: int, offered: list[int]) -> dict[int, list[int]]:
+        """It computes so many tokens, and vLLM offers these states: where objects end, and of which groups."""
+
+        def table(_: str) -> list[list[int]]:
+            self.tables += 1
+            return [self.blocks, []]
+
+        offers = {"r": [(1, 500 + end // BLOCK, end) for end in offered]}
+        state = SimpleNamespace(get_block_ids=table, boundary_state_offloads=offers)
+        metadata = self.half.build_metadata(step({"r": tokens}, kv_connector_block_state=state))
+        self.asked.num_computed_tokens += tokens
+        saved: dict[int, list[int]] = {}
+        for item in (item for job in metadata.saves for item in job.items):
+            assert item.block_ids == ([500 + item.end_tokens // BLOCK] if item.group else self._blocks_of(item))
+            saved.setdefault(item.end_tokens, []).append(item.group)
+        return saved
+
+    def _blocks_of(self, item: Any) -> list[int]:
+        return self.blocks[item.start_tokens // BLOCK : -(-item.end_tokens // BLOCK)]
+
+
+def test_the_last_state_of_a_prompt_is_saved_with_the_attention_up_to_it(half: Callable[..., Any]) -> None:
+    assert Prefill(half, 190).step(190, [176]) == {64: [0], 128: [0], 176: [0, 1]}
+    assert Prefill(half, 176).step(176, [160]) == {64: [0], 128: [0], 160: [0, 1]}
+    assert Prefill(half, 193).step(193, [192]) == {64: [0], 128: [0], 192: [0, 1]}
+
+
+def test_a_state_where_prompts_part_is_saved_with_the_attention_up_to_it(half: Callable[..., Any]) -> None:
+    """vLLM stops at a block's end: there may be up to a block between it and what it was asked for."""
+    prefill = Prefill(half, 400, shared=104)
+    assert prefill.step(96, [96]) == {64: [0], 96: [0, 1]}
+    assert prefill.step(32, [128]) == {128: [0, 1]}
+
+
+def test_of_many_states_one_is_saved_for_each_chunk_and_the_last(half: Callable[..., Any]) -> None:
+    """Steps of one block each, and vLLM keeps every state: with all of them, states would fill the store."""
+    prefill, saved = Prefill(half, 400), {}
+    for end in range(16, 400, 16):
+        saved |= prefill.step(16, [end])
+    assert [end for end, groups in saved.items() if 1 in groups] == [64, 128, 192, 256, 320, 384]
+
+
+def test_steps_that_end_inside_chunks_leave_a_state_each_but_not_closer_than_a_chunk(half: Callable[..., Any]) -> None:
+    prefill, saved = Prefill(half, 490), {}
+    for end in range(48, 490, 48):
+        saved |= prefill.step(48, [end])
+    assert [end for end, groups in saved.items() if 1 in groups] == [96, 192, 288, 384, 480]
+    assert saved[288] == [0, 1]
+
+
+def test_of_an_answer_states_are_saved_at_chunks_only(half: Callable[..., Any]) -> None:
+    prefill = Prefill(half, 100)
+    assert prefill.step(100, [96]) == {64: [0], 96: [0, 1]}
+    tables, saved = prefill.tables, {}
+    prefill.asked.all_token_ids = list(range(180))
+    prefill.asked.num_tokens = 180
+    prefill.blocks = list(range(1, 13))
+    for end in range(112, 176, 16):
+        saved |= prefill.step(16, [end])
+    assert [end for end, groups in saved.items() if 1 in groups] == [128]
+    assert prefill.tables == tables + 1  # for the chunk; not for states that nobody keeps
+
+
+def test_a_state_that_was_loaded_is_not_saved_again(half: Callable[..., Any]) -> None:
+    """vLLM offers it again after the load."""
+    from kvtally.vllm.inquiry import Answer
+
+    prefill = Prefill(half, 190)
+    prefill.half._tracks["r"].life.answer = Answer(176, [64, 128, 176], None, "", 0.0)
+    prefill.half._tracks["r"].life.saved_chunks = 2
+    prefill.asked.num_computed_tokens = 176
+    assert prefill.step(14, [176]) == {}
+
+
 # ---- adapters
 
 
