@@ -76,8 +76,8 @@ REASONS: dict[str, Explained] = {
         "loading it would have taken longer than computing it",
         "See the tier's speed in `kvtally stat --json`: a faster disk helps; `connector.always_load` loads anyway.",
     ),
-    # the connector's own
-    "not_asked": Explained("the engine did not ask its store for this prompt", _LOG),
+    # where an engine says nothing
+    "unknown": Explained("the engine gave no reason, as for a prompt of one token, which has nothing to reuse", _LOG),
     # the router's own
     "no_handoff": Explained("prefill answered without a hand-off: its engine runs without the connector", _CONNECTOR),
     "bad_handoff": Explained(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
 from typing import get_args
@@ -15,8 +17,11 @@ import typer
 
 from kvtally.cli.main import app
 from kvtally.config import DEFAULT_FILE
+from kvtally.core.receipts import Verdict
+from kvtally.core.routing import Skip
 from kvtally.errors import CODES
 from kvtally.store.metrics import METRICS, Kind
+from kvtally.verify.reasons import REASONS
 from kvtally.wire import messages
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import Message, MissReason, Reply, Request
@@ -172,3 +177,82 @@ def test_operations_has_every_metric() -> None:
 def test_operations_has_every_miss_reason() -> None:
     named = re.findall(r"^\| `(\w+)` \|", text_of("docs/operations.md").split("## Miss reasons")[1], re.MULTILINE)
     assert named[: len(MissReason)] == [str(reason) for reason in MissReason]
+
+
+def reasons_in(source: str) -> Iterator[str]:
+    """Reasons that this code can put on a receipt, as words, or as `status_` where more follows: whatever becomes a
+    `reason`, a `note` or a `why`, names a failure, or is returned instead of a hand-off."""
+    tree = ast.parse(source)
+    constants = {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        for value in _values_that_are_reasons(node):
+            yield from filter(re.compile(r"[a-z][a-z0-9_]+").fullmatch, _texts(value, constants))
+
+
+_REASONS = ("reason", "note", "why", "why_missing", "lost")
+
+
+def _values_that_are_reasons(node: ast.AST) -> Iterator[ast.expr]:
+    match node:
+        case ast.keyword(arg=name, value=value) if name in _REASONS:
+            yield value
+        case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+            yield from (value for target, value in zip(targets, values, strict=True) if _name(target) in _REASONS)
+        case ast.Assign(targets=[target], value=value) if _name(target) in _REASONS:
+            yield value
+        case ast.Call(func=func, args=[first, *_]) if _name(func) == "Failure":
+            yield first
+        case ast.Call(func=func, args=[_, second]) if _name(func) == "Answer":
+            yield second
+        case ast.FunctionDef(name="close" | "word"):
+            yield from (each.value for each in ast.walk(node) if isinstance(each, ast.Return) and each.value)
+
+
+def _name(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _texts(node: ast.AST, constants: dict[str, str]) -> Iterator[str]:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.Name) and node.id in constants:
+        yield constants[node.id]
+    elif not isinstance(node, ast.FormattedValue | ast.Compare):
+        for child in ast.iter_child_nodes(node):
+            yield from _texts(child, constants)
+
+
+def emitted_reasons() -> set[str]:
+    files = [path for part in ("router", "vllm") for path in (ROOT / "kvtally" / part).rglob("*.py")]
+    return {reason for path in files for reason in reasons_in(path.read_text(encoding="utf-8"))}
+
+
+def test_every_reason_and_verdict_that_the_code_can_give_is_explained() -> None:
+    headings = {"docs/operations.md": "## Miss reasons", "docs/router.md": "## Verdicts"}
+    pages = "".join(text_of(name).split(heading)[1] for name, heading in headings.items())
+    given = emitted_reasons()
+    assert {"not_filed", "no_handoff", "connect", "status_", "prefill_", "transfer_mode_", "unknown"} <= given
+    words = {*given, *MissReason, *Verdict, *Skip, *REASONS}
+    unexplained = [word for word in words if f"`{word}" + ("" if word.endswith("_") else "`") not in pages]
+    assert sorted(set(unexplained) - {Verdict.RECOMPUTED}) == []  # which stands there with its reason
+    assert "`recomputed:<reason>`" in pages
+
+
+def test_a_reason_is_found_however_it_is_given() -> None:
+    source = """
+UNSENT = "connect"
+def close(): return "no_handoff" if x == "not_this" else f"mode_{'nor_this'}"
+class A:
+    def go(self):
+        half, why = None, "batch" if b else "no_receipts"
+        self.reason = self.reason or "late"
+        return Failure(UNSENT, "in many words"), Half(reason="spent"), Answer(None, "full")
+"""
+    found = {"no_handoff", "mode_", "batch", "no_receipts", "late", "connect", "spent", "full"}
+    assert set(reasons_in(source)) == found
