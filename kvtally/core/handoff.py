@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvtally.core.receipts import Role
+from kvtally.core.receipts import Half, Role
 
 KEY = "kvtally"  # the record's place in `kv_transfer_params`
 LONGEST_TEXT = 256
@@ -37,12 +37,43 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     chain: _Hash = ""  # the chain value at `saved_tokens`
     state: _Text = ""  # "pending": still on its way into the store when prefill answered
     reason: _Text = ""  # why `saved_tokens` is 0
+    tokens_gpu: _Count = 0  # prefill's account of its prompt, as in `receipts.Half`
+    tokens_host: _Count = 0
+    tokens_disk: _Count = 0
+    computed_tokens: _Count = 0
     promise: _Text = ""  # prefill's ticket, where it is not this one: decode's second try has a ticket of its own
 
     @property
     def prefill_ticket(self) -> str:
         """The ticket under which prefill files what becomes of its promise."""
         return self.promise or self.ticket
+
+    def half(self) -> Half:
+        """Prefill's half of the receipt, as far as the hand-off tells it."""
+        return Half(
+            role=Role.PREFILL,
+            request=self.ticket,
+            prompt_tokens=self.prompt_tokens,
+            saved_tokens=self.saved_tokens,
+            chain=bytes.fromhex(self.chain),
+            tokens_gpu=self.tokens_gpu,
+            tokens_host=self.tokens_host,
+            tokens_disk=self.tokens_disk,
+            computed_tokens=self.computed_tokens,
+            reason=self.reason,
+        )
+
+    def told(self) -> Handoff:
+        """The part that decode is told: the promise, and nothing of how prefill came by it."""
+        return Handoff(
+            ticket=self.ticket,
+            role=Role.DECODE,
+            store=self.store,
+            namespace=self.namespace,
+            saved_tokens=self.saved_tokens,
+            prompt_tokens=self.prompt_tokens,
+            chain=self.chain,
+        )
 
     def params(self) -> dict[str, object]:
         """The record as `kv_transfer_params` carries it."""

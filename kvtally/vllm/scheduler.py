@@ -584,18 +584,23 @@ class SchedulerHalf:
         is_whole_chunks = end % self._layout.namespace.chunk_tokens == 0 and not self._recurrent
         saved = end if (last or (end and is_whole_chunks)) and not track.lost else 0
         chain = track.path.tail(request.all_token_ids, saved).chain if saved else b""
+        reason = "" if saved else track.lost or MissReason.REFUSED
+        half = structs.replace(track.half(Role.PREFILL), saved_tokens=saved, chain=chain, reason=reason)
         answer = Handoff(
             ticket=handoff.ticket,
             role=Role.PREFILL,
             store=self._inquiries.store,
             namespace=self._layout.namespace.digest.hex(),
             saved_tokens=saved,
-            prompt_tokens=track.prompt_tokens,
+            prompt_tokens=half.prompt_tokens,
             chain=chain.hex(),
             state="pending" if saved else "",
-            reason="" if saved else track.lost or MissReason.REFUSED,
+            reason=reason,
+            tokens_gpu=half.tokens_gpu,
+            tokens_host=half.tokens_host,
+            tokens_disk=half.tokens_disk,
+            computed_tokens=half.computed_tokens,
         )
-        half = structs.replace(track.half(Role.PREFILL), saved_tokens=saved, chain=chain, reason=answer.reason)
         track.promised = half if saved else None
         self._inquiries.file(handoff.ticket, half)
         return answer

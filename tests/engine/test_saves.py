@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from kvtally.client import Miss, StoreClient
+from kvtally.core.receipts import Half
 from tests.unit.early_kit import CHUNK, DENSE, Asked, inquiries, request, step, store
 from tests.unit.shell import Bench
 from tests.waiting import eventually
@@ -178,11 +180,15 @@ def test_a_lost_save_of_anybody_else_is_only_a_later_miss(scene: Scene) -> None:
 
 def promise(bench: Bench, ticket: str) -> tuple[int, str] | None:
     """What prefill's half says: tokens promised, or why none."""
+    half = prefill_half(bench, ticket)
+    return (half.saved_tokens, half.reason) if half is not None else None
+
+
+def prefill_half(bench: Bench, ticket: str) -> Half | None:
     with StoreClient(str(bench.path)) as client:
         found = client.receipts(ticket).wait()
         assert not isinstance(found, Miss)
-        half = found.receipts[0].prefill if found.receipts else None
-        return (half.saved_tokens, half.reason) if half is not None else None
+        return found.receipts[0].prefill if found.receipts else None
 
 
 def test_a_hand_off_saves_what_was_left(scene: Scene) -> None:
@@ -240,6 +246,18 @@ def test_hand_offs_do_not_hold_everything(scene: Scene) -> None:
         answers.append(scene.hand_over(name))
     assert [(answer.saved_tokens, answer.reason) for answer in answers] == 3 * [(129, "")] + [(0, "limit")]
     assert len(scene.pool.held) == 27
+
+
+def test_prefill_accounts_for_its_prompt_as_decode_does(scene: Scene, bench: Bench) -> None:
+    scene.prefill("p", 21, CHUNK + 20)
+    scene.asked["p"].num_computed_tokens = 32  # from the engine's own cache
+    scene.step("p", tokens=CHUNK + 19 - 32)
+    answer = scene.hand_over("p")
+    eventually(lambda: promise(bench, "p") == (CHUNK + 19, ""))
+    filed = prefill_half(bench, "p")
+    assert filed is not None
+    assert (filed.tokens_gpu, filed.tokens_host, filed.computed_tokens, filed.prompt_tokens) == (32, 0, 51, 84)
+    assert structs.replace(answer.half(), request="p") == filed  # so the router's receipt says the same
 
 
 @pytest.fixture

@@ -199,6 +199,7 @@ class FakeVLLM:
                 "store": self._store_name,
                 "namespace": "cd" * 32,
                 "saved_tokens": len(tokens) - 1,
+                "computed_tokens": len(tokens) - 1,
                 "prompt_tokens": len(tokens),
                 "chain": CHAIN,
                 "state": "ready",

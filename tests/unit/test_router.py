@@ -50,6 +50,7 @@ class TestHandOff:
                 assert (told.body["max_tokens"], told.body["min_tokens"]) == (3, 2)
                 assert told.params["kvtally"]["role"] == "decode"
                 assert told.params["kvtally"]["saved_tokens"] == PROMPT_TOKENS - 1
+                assert "computed_tokens" not in told.params["kvtally"]  # prefill's account is none of decode's business
                 assert told.body["prompt"] == list(LONG.encode())  # the tokens that prefill saw
                 assert reply.headers["x-kvtally-prefill"] == it.prefill[0].name
                 assert reply.headers["x-kvtally-decode"] == it.decode[0].name
@@ -904,6 +905,7 @@ class TestServer:
                 ticket = first.headers["x-kvtally-request"]
                 receipt = (await it.send("GET", f"/receipts/{ticket}")).json()
                 assert (receipt["verdict"], receipt["prefill"]["saved_tokens"]) == ("proved", PROMPT_TOKENS - 1)
+                assert receipt["prefill"]["computed_tokens"] == PROMPT_TOKENS - 1
                 assert receipt["decode"]["tokens_host"] == PROMPT_TOKENS - 1
                 assert receipt["route"]["decode"] == it.decode[0].name
                 newest = (await it.send("GET", "/receipts?last=1")).json()

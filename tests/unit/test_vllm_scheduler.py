@@ -533,7 +533,8 @@ def digest(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         from kvtally.vllm.layout import _model_detail
 
         model = ModelConfig(model=str(path), tokenizer=str(path), skip_tokenizer_init=True, dtype=dtype, **settings)
-        config: Any = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype="auto"))
+        cache = SimpleNamespace(cache_dtype="auto")
+        config: Any = SimpleNamespace(model_config=model, cache_config=cache, lora_config=None)
         detail = _model_detail(config)
         return detail.get("overrides", "") + detail.get("max_model_len", "")
 

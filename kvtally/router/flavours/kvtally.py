@@ -6,9 +6,8 @@ import msgspec
 
 from kvtally.core import handoff
 from kvtally.core.handoff import KEY
-from kvtally.core.receipts import Role
 from kvtally.instances import Instance
-from kvtally.router.flavours.base import Ask, Flavour, Handoff, Opening, Params, PrefillAnswer, prefill_half
+from kvtally.router.flavours.base import Ask, Flavour, Handoff, Opening, Params, PrefillAnswer
 
 UNREACHABLE = "store_unreachable"
 
@@ -30,17 +29,9 @@ class KVTally(Flavour):
         if saved.ticket != ticket or saved.saved_tokens > saved.prompt_tokens:
             return "bad_handoff"
         if not saved.store:  # prefill never reached its store, so nothing it promises can be there
-            half = prefill_half(ticket, prompt_tokens=saved.prompt_tokens, saved_tokens=0, reason=UNREACHABLE)
-            return Handoff(self.alone(ticket), half)
-        told = msgspec.structs.replace(saved, role=Role.DECODE, state="", reason="", promise="")
-        half = prefill_half(
-            ticket,
-            prompt_tokens=saved.prompt_tokens,
-            saved_tokens=saved.saved_tokens,
-            chain=bytes.fromhex(saved.chain),
-            reason=saved.reason,
-        )
-        return Handoff(told.params(), half)
+            nothing = msgspec.structs.replace(saved, saved_tokens=0, chain="", reason=UNREACHABLE)
+            return Handoff(self.alone(ticket), nothing.half())
+        return Handoff(saved.told().params(), saved.half())
 
     def alone(self, ticket: str) -> Params | None:
         return {KEY: {"ticket": ticket, "role": "decode"}}
