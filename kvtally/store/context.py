@@ -135,8 +135,9 @@ class TierState:
     unremoved: dict[ObjectKey, None] = field(default_factory=dict)
     removing: int = 0  # RemoveJobs that are not done
     retrying: set[int] = field(default_factory=set)  # those among them that are to take out what was in `unremoved`
-    # Committed faster than the tier writes: written when their turn comes, if they are in the arena then.
-    postponed: dict[tuple[Node, int], None] = field(default_factory=dict)
+    # Committed faster than the tier writes, or while it failed: written when their turn comes, if they are in the arena
+    # then. The value counts how often the device was found failing with this object.
+    postponed: dict[tuple[Node, int], int] = field(default_factory=dict)
 
     def readable(self, now_ns: int) -> bool:
         """Whether it is worth asking now. One that hangs is asked for nothing more until something comes."""
@@ -165,8 +166,8 @@ class TierState:
         """Whether it may hold what the index has forgotten because a removal failed."""
         return bool(self.unremoved or self.retrying)
 
-    def postpone(self, node: Node, bit: int) -> None:
-        self.postponed[node, bit] = None
+    def postpone(self, node: Node, bit: int, failures: int = 0) -> None:
+        self.postponed[node, bit] = failures
         if len(self.postponed) > MOST_POSTPONED:
             del self.postponed[next(iter(self.postponed))]
             self.dropped += 1

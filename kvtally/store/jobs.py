@@ -22,6 +22,7 @@ class WriteJob:
     record: ObjectRecord
     pieces: tuple[Piece, ...]
     attempt: int = 0  # how often the tier had no room for it before
+    failures: int = 0  # how often the device was found failing with it before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from kvtally.store.tiers.base import ObjectRecord
 from kvtally.wire.messages import PutBegin, PutEnd, PutEnded, PutObject, PutSlot, PutSlots, PutStatus
 
 MOST_ATTEMPTS = 5  # at a write for which a tier has no room; before each, twice as much is evicted as before the last
+MOST_FAILURES = 5  # of the device, at one object, before it is given up
 
 _ANSWERS = {status: PutSlot(status) for status in PutStatus}  # of all that need no slot
 
@@ -309,10 +310,15 @@ class Writes:
         most = min(self._context.limits.write_behind_bytes, self._residency.space.capacity_bytes // 4)
         return tier.queued_bytes > 0 and tier.queued_bytes + size > most
 
-    def _queue_write(self, number: int, node: Node, bit: int, now_ns: int, *, attempt: int = 0) -> None:
+    def _queue_write(
+        self, number: int, node: Node, bit: int, now_ns: int, *, attempt: int = 0, failures: int = 0
+    ) -> None:
         tier = self._context.tiers[number - 1]
         size = round_up(self._residency.length_bytes(node, bit))
-        if not tier.writable(now_ns) or not self._make_room(number, size):
+        if not tier.writable(now_ns):
+            tier.postpone(node, bit, failures)
+            return
+        if not self._make_room(number, size):
             tier.dropped += 1
             return
         record = self.record(node, bit)
@@ -325,7 +331,9 @@ class Writes:
         self._writing[job] = (node, bit, number)
         self._newest[number, record.key] = job
         pieces = self._residency.pieces(node, bit)
-        self._context.jobs.append(WriteJob(id=job, tier=number, record=record, pieces=pieces, attempt=attempt))
+        self._context.jobs.append(
+            WriteJob(id=job, tier=number, record=record, pieces=pieces, attempt=attempt, failures=failures)
+        )
 
     def catch_up_all(self, now_ns: int) -> None:
         """What waited for a sweep need not wait for it any more."""
@@ -340,11 +348,11 @@ class Writes:
             is_there = self._is_in_arena(node, bit)
             if is_there and self._must_wait(tier, node, bit):
                 return
-            del tier.postponed[node, bit]
+            failures = tier.postponed.pop((node, bit))
             if not is_there:
                 tier.dropped += 1
             elif not self._residency.tier_mask(node, number) >> bit & 1:
-                self._queue_write(number, node, bit, now_ns)
+                self._queue_write(number, node, bit, now_ns, failures=failures)
 
     def _make_room(self, number: int, size_bytes: int) -> bool:
         """Evict from a lower tier until the object fits beside what is there and what is on its way."""
@@ -378,6 +386,24 @@ class Writes:
             self.remove(job.tier, evicted)
             self._queue_write(job.tier, node, bit, now_ns, attempt=job.attempt + 1)
         return bool(evicted)
+
+    def _write_failed(self, job: WriteJob, code: str, node: Node, bit: int, now_ns: int) -> None:
+        """Leave the tier alone for a while, then try again what is still in the arena: the device may be back.
+
+        Only the job that found the device failing counts that against its object; the others failed with it. So one
+        that can never be written is given up in the end, and does not stop the tier again and again.
+        """
+        tier = self._context.tiers[job.tier - 1]
+        tier.errors[code] += 1
+        failures = job.failures
+        if tier.writable(now_ns):
+            failures += 1
+            tier.write_failed(now_ns)
+            self._context.alarms.set(tier.write_paused_until_ns, partial(self._catch_up, job.tier))
+        if failures < MOST_FAILURES and self._is_current(job, node, bit):
+            tier.postpone(node, bit, failures)
+        else:
+            tier.dropped += 1
 
     def _is_current(self, job: WriteJob, node: Node, bit: int) -> bool:
         """Whether what a job copies is what the arena holds, not forgotten (reset, quarantine) or saved anew since."""
@@ -445,11 +471,7 @@ class Writes:
         if outcome.is_crowded and not tier.unremoved:
             tier.dropped += not self._write_again(job, node, bit, now_ns)
         elif outcome.code:
-            tier.errors[outcome.code] += 1
-            tier.dropped += 1
-            if tier.writable(now_ns):  # else a job of the same incident
-                tier.write_failed(now_ns)
-                self._context.alarms.set(tier.write_paused_until_ns, partial(self._catch_up, job.tier))
+            self._write_failed(job, outcome.code, node, bit, now_ns)
         else:
             tier.writes += 1
             tier.write_bytes += length

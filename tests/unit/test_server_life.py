@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -183,6 +184,27 @@ def test_what_was_committed_is_served_from_disk_after_a_restart(bench: Bench, tm
     slots = reader.ask(SlotsGet(8, found.lease))
     views = again.server.arena.views(pieces_of(slots.slots[0].pieces))  # type: ignore[union-attr]
     assert b"".join(bytes(view) for view in views) == data
+
+
+def test_a_disk_directory_that_was_renamed_away_is_written_to_when_it_is_back(bench: Bench, tmp_path: Path) -> None:
+    """Also if nobody saves anything more: what was saved meanwhile is still in memory."""
+    disk = tmp_path / "disk"
+    running = bench.start(disk=str(disk), disk_bytes=16 * MIB)
+    disk.rename(tmp_path / "away")
+    peer, data = bench.client(), os.urandom(OBJECT_BYTES)
+    mapping = peer.map()
+    put(peer, mapping, data)
+    mapping.close()
+    eventually(lambda: disk_of(running)["state"] == "not-writing")
+    assert (disk_of(running)["objects"], disk_of(running)["errors"]) == (0, {"KV-602": 1})
+    (tmp_path / "away").rename(disk)
+    eventually(lambda: disk_of(running)["objects"] == 1)
+    assert (disk_of(running)["state"], disk_of(running)["dropped"]) == ("ok", 0)
+
+
+def disk_of(running: Running) -> dict[str, Any]:
+    (tier,) = running.stats("tiers")  # type: ignore[misc]
+    return tier  # type: ignore[no-any-return]
 
 
 class SlowTier(MemoryTier):

@@ -12,6 +12,7 @@ from kvtally.store.context import TierInfo
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, RemoveJob, WriteJob
 from kvtally.store.store import Store
 from kvtally.store.tiers.base import ObjectRecord
+from kvtally.store.writes import MOST_FAILURES
 from kvtally.wire.frames import encode
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import (
@@ -368,14 +369,45 @@ def test_a_failing_disk_is_left_alone() -> None:
     assert node.reply() is None
     node.save(3, 0)
     tier = tier_of(node)
-    assert (tier["state"], tier["dropped"], tier["postponed"], len(node.jobs)) == ("not-writing", 3, 1, 0)
-    node.advance(1.1)  # the one that waited is tried by itself: perhaps nobody saves anything more
-    assert [job.record.end_tokens for job in node.jobs if isinstance(job, WriteJob)] == [768]
+    assert (tier["state"], tier["dropped"], tier["postponed"], len(node.jobs)) == ("not-writing", 0, 4, 0)
+    node.advance(1.1)  # what waits is tried by itself: perhaps nobody saves anything more
+    assert [job.record.end_tokens for job in node.jobs if isinstance(job, WriteJob)] == [768, 256]
     node.save(3, 1)
-    assert (len(node.jobs), tier_of(node)["postponed"]) == (1, 1)
+    assert (len(node.jobs), tier_of(node)["postponed"]) == (2, 3)
+    for _ in range(3):
+        node.finish()
+        assert node.reply() is None
+    tier = tier_of(node)
+    assert (tier["state"], tier["objects"], tier["dropped"], tier["postponed"]) == ("ok", 5, 0, 0)
+
+
+def test_what_was_saved_while_the_disk_failed_is_written_when_it_is_back() -> None:
+    node = Node(tiers=(DISK,))
+    node.save(0, 0)
+    for index, pause_s in enumerate((1, 2, 4), 1):
+        node.finish(code="KV-602")
+        node.save(index, 0)  # not tried now
+        assert node.jobs == []
+        node.advance(pause_s + 0.1)
+    assert tier_of(node)["errors"]["KV-602"] == 1 + 2 + 3  # type: ignore[index]
     node.finish()
-    assert node.reply() is None
-    assert [job.record.group for job in node.jobs if isinstance(job, WriteJob)] == [1]
+    tier = tier_of(node)
+    assert (tier["state"], tier["objects"], tier["dropped"], tier["postponed"]) == ("ok", 4, 0, 0)
+
+
+def test_an_object_that_can_never_be_written_does_not_stop_the_tier_for_ever() -> None:
+    node = Node(tiers=(DISK,))
+    node.save(0, 0)
+    for failures in range(1, MOST_FAILURES + 1):
+        (job,) = node.jobs
+        assert isinstance(job, WriteJob)
+        node.finish(code="KV-600")
+        node.advance(100)
+        assert tier_of(node)["dropped"] == (failures == MOST_FAILURES)
+    assert (node.jobs, tier_of(node)["postponed"]) == ([], 0)
+    node.save(1, 0)
+    node.finish()
+    assert tier_of(node)["objects"] == 1
 
 
 def test_disk_is_bounded() -> None:
@@ -392,8 +424,7 @@ def test_what_could_not_be_removed_is_removed_later() -> None:
         node.save(index, 0)
         node.finish(code="KV-601" if index == 2 else "")  # the third evicts one, and removing it fails
     assert node.store.stats(0)["tiers"][0]["unremoved"] == 1  # type: ignore[index]
-    node.advance(5)
-    node.save(3, 0)
+    node.advance(5)  # the third is tried again
     assert [type(job) for job in node.jobs] == [RemoveJob, WriteJob]
     assert node.store.stats(0)["tiers"][0]["unremoved"] == 0  # type: ignore[index]
 

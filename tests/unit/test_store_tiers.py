@@ -175,7 +175,7 @@ def test_a_tier_that_cannot_take_anything_out_is_a_failing_one() -> None:
     assert answered(node, removal, Outcome(code="KV-601")) == []
     assert answered(node, again, CROWDED) == []
     tier = tier_of(node)
-    assert (tier["state"], tier["dropped"], tier["evicted"]) == ("not-writing", 1, 1)
+    assert (tier["state"], tier["postponed"], tier["evicted"]) == ("not-writing", 1, 1)
 
 
 def test_nothing_is_evicted_for_what_can_never_fit() -> None:
