@@ -1,7 +1,8 @@
 """What the conformance harness asks, and when it takes an output for right.
 
-Owns the prompts (every awkward length, prompts that part from another, conversations, a crowd) and the comparison with
-what the engine does by itself. Pure: randomness is an argument. Neighbour: `testing.conformance`, which runs them.
+Owns the prompts (every awkward length, prompts that part from another, conversations, a crowd) and what an output is
+compared with; `core.answers` compares. Pure: randomness is an argument. Neighbour: `testing.conformance`, which runs
+them.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from kvtally.core.answers import TOLERANCE, Comparison, compare
 from kvtally.testing.engines import Output, Prompt
 from kvtally.testing.models import VOCABULARY, Recipe
-
-TOLERANCE = 1e-3
 
 # ---- requests
 
@@ -86,34 +86,10 @@ def _tokens(draw: random.Random, count: int) -> list[int]:
 DIED = Output([], [], [], 0)  # in place of an output
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """`problem` is empty if the output conforms."""
-
-    compared_tokens: int
-    deviation: float
-    is_tie: bool = False
-    problem: str = ""
-
-
 def conforms(case: Case, reference: Output, output: Output, tolerance: float) -> Comparison:
     """Compare with what the engine does by itself: from the first token on, or where it went on from an answer."""
+    if output is DIED:
+        return Comparison(problem="the engine died")
     if case.continuation is not None and output.cached_tokens == len(case.tokens) - 1:
         return compare(case.continuation, output, TOLERANCE)
     return compare(reference, output, max(tolerance, case.slack))
-
-
-def compare(reference: Output, output: Output, tolerance: float) -> Comparison:
-    """Token by token, up to the first that differs."""
-    if output is DIED:
-        return Comparison(0, 0.0, problem="the engine died")
-    deviation = 0.0
-    for index, (wanted, got) in enumerate(zip(reference.tokens, output.tokens, strict=True)):
-        deviation = max(deviation, abs(reference.logprobs[index] - output.logprobs[index]))
-        if deviation > tolerance:
-            problem = f"token {index}: the logprob is off by {deviation:.2g}, allowed are {tolerance:.2g}"
-            return Comparison(index, deviation, problem=problem)
-        if wanted != got:
-            is_tie = reference.margins[index] <= 2 * tolerance  # both may have moved
-            return Comparison(index, deviation, is_tie, "" if is_tie else f"token {index} is {got}, not {wanted}")
-    return Comparison(len(output.tokens), deviation)

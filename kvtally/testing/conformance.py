@@ -37,15 +37,13 @@ from typing import Any
 
 import msgspec
 
+from kvtally.core.answers import TOLERANCE, Comparison, compare
 from kvtally.core.namespace import GroupKind
 from kvtally.errors import TransportError
 from kvtally.testing.cases import (
     DIED,
-    TOLERANCE,
     Case,
-    Comparison,
     cases,
-    compare,
     conforms,
     crowd,
     going_on,

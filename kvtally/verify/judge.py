@@ -12,11 +12,11 @@ from enum import StrEnum
 
 import msgspec
 
+from kvtally.core.answers import TOLERANCE, Comparison
 from kvtally.core.receipts import Verdict
 from kvtally.core.routing import Skip
 from kvtally.verify.reasons import Explained, explain
 
-TOLERANCE = 1e-3  # of a logprob, where the very same arithmetic was done
 _LEFT_OUT = frozenset(Skip) - {Skip.HELD}
 MARGIN = 2.0  # times what the engine itself deviates by: other pieces, other rounding
 LOOSE = 1.0  # an engine that deviates from itself by more: nearly any answer would be taken for its own
@@ -77,14 +77,6 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True):
         return self.computed_tokens + self.local_tokens + self.external_tokens
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer beside the reference. `problem` is empty if they are equal as far as that can be said."""
-
-    deviation: float = 0.0
-    is_tie: bool = False  # they part where two tokens are equally likely
-    problem: str = ""
-
-
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """One request through the router, and its witnesses."""
 
@@ -132,24 +124,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 def tolerance(own_deviation: float, *, is_same_arithmetic: bool) -> float:
     """By how much logprobs may differ."""
     return TOLERANCE if is_same_arithmetic else max(TOLERANCE, MARGIN * own_deviation)
-
-
-def compare(reference: Answer, answer: Answer, allowed: float) -> Comparison:
-    """Token by token, up to the first that differs: after that they answer different prompts."""
-    if len(reference.tokens) != len(answer.tokens):
-        problem = f"it has {len(answer.tokens)} tokens, not {len(reference.tokens)}"
-        return Comparison(problem=problem)
-    deviation = 0.0
-    for index, (wanted, got) in enumerate(zip(reference.tokens, answer.tokens, strict=True)):
-        if wanted != got:
-            if reference.margins[index] <= 2 * allowed:  # both may have moved
-                return Comparison(deviation=deviation, is_tie=True)
-            return Comparison(deviation=deviation, problem=f"its token {index} is {got}, not {wanted}")
-        deviation = max(deviation, abs(reference.logprobs[index] - answer.logprobs[index]))
-        if deviation > allowed:
-            problem = f"the logprob of its token {index} is off by {deviation:.2g}, allowed are {allowed:.2g}"
-            return Comparison(deviation=deviation, problem=problem)
-    return Comparison(deviation=deviation)
 
 
 def cannot_test(why: str, remedy: str) -> Report:

@@ -18,12 +18,12 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtally.core.answers import TOLERANCE, compare
 from kvtally.core.namespace import chunk_tokens
 from kvtally.core.receipts import Verdict
 from kvtally.errors import KVTallyError, TransportError
 from kvtally.verify.http import Response, Server
 from kvtally.verify.judge import (
-    TOLERANCE,
     Answer,
     Counted,
     Observation,
@@ -32,7 +32,6 @@ from kvtally.verify.judge import (
     Told,
     Turn,
     cannot_test,
-    compare,
     judge,
     tolerance,
 )

@@ -19,10 +19,10 @@ import pytest
 from msgspec.structs import replace
 
 from kvtally.client import Miss, StoreClient
+from kvtally.core.answers import TOLERANCE, compare
 from kvtally.core.keys import ROOT_CHAIN
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.core.receipts import Half
-from kvtally.testing.cases import TOLERANCE, compare
 from kvtally.testing.conformance import ConnectorUnderTest
 from kvtally.testing.engines import Engine, Generate, Output, Prompt
 from kvtally.testing.models import MAMBA, VOCABULARY, Model, Recipe

@@ -15,9 +15,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvtally.core.answers import Comparison, compare
 from kvtally.errors import TransportError
 from kvtally.testing import nursery as nurseries
-from kvtally.testing.cases import Case, Comparison, cases, compare, conforms, crowd, going_on, next_turn
+from kvtally.testing.cases import Case, cases, conforms, crowd, going_on, next_turn
 from kvtally.testing.conformance import Control, Report, Result
 from kvtally.testing.engines import Engine, Output, ProcessGroup, sums
 from kvtally.testing.models import RECIPES, Recipe
@@ -39,7 +40,8 @@ def test_equal_outputs_conform() -> None:
 
 
 def test_another_logprob_or_token_does_not_conform() -> None:
-    assert "logprob is off by 0.01" in compare(REFERENCE, output([1, 2, 3], [-1.0, -2.01, -3.0]), 0.001).problem
+    off = compare(REFERENCE, output([1, 2, 3], [-1.0, -2.01, -3.0]), 0.001)
+    assert "logprob of token 1 is off by 0.01" in off.problem
     assert compare(REFERENCE, output([1, 2, 4], [-1.0, -2.0, -3.0]), 0.001).problem == "token 2 is 4, not 3"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvtally.testing.cases import TOLERANCE, compare
+from kvtally.core.answers import TOLERANCE, compare
 from kvtally.testing.conformance import ConnectorUnderTest
 from kvtally.testing.engines import Engine, Prompt
 from kvtally.testing.models import DENSE, Model, Recipe

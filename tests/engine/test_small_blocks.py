@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtally.core.answers import TOLERANCE, compare
 from kvtally.core.namespace import GroupKind
-from kvtally.testing.cases import TOLERANCE, compare
 from kvtally.testing.engines import Engine, Output, Prompt
 from kvtally.testing.models import SMALL_STATES, Model, Recipe
 from tests.engine.store import StoreProcess

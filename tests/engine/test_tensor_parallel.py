@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvtally.testing.cases import TOLERANCE, compare
+from kvtally.core.answers import TOLERANCE, compare
 from kvtally.testing.engines import Engine, Output, Prompt
 from kvtally.testing.models import GDN, VOCABULARY, Model, Recipe
 from kvtally.wire.messages import MissReason

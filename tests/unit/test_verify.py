@@ -18,13 +18,13 @@ import pytest
 from kvtally.cli import main as cli
 from kvtally.cli.verify import _print_observation as print_observation
 from kvtally.cli.verify import _print_words as print_words
+from kvtally.core.answers import Comparison, compare
 from kvtally.core.namespace import chunk_tokens
 from kvtally.core.receipts import Verdict
 from kvtally.core.routing import Skip
 from kvtally.machine import free_ports
 from kvtally.verify.judge import (
     Answer,
-    Comparison,
     Counted,
     Observation,
     Outcome,
@@ -32,7 +32,6 @@ from kvtally.verify.judge import (
     Setting,
     Told,
     Turn,
-    compare,
     judge,
     tolerance,
 )
@@ -161,8 +160,8 @@ def test_a_late_receipt_is_a_note() -> None:
 
 
 def test_a_wrong_answer_is_worse_than_any_receipt() -> None:
-    report = judge([seen(), seen(comparison=Comparison(problem="its token 3 is 7, not 8"))], PD)
-    assert only_problem(report).endswith("reuses nothing: its token 3 is 7, not 8")
+    report = judge([seen(), seen(comparison=Comparison(problem="token 3 is 7, not 8"))], PD)
+    assert only_problem(report).endswith("reuses nothing: token 3 is 7, not 8")
     assert "kvtally reset" in report.findings[0].remedy
 
 
@@ -274,14 +273,14 @@ def answer(tokens: list[int], logprobs: list[float], margins: list[float] | None
 def test_answers_are_compared() -> None:
     reference = answer([1, 2, 3], [-0.1, -0.2, -0.3], [1.0, 1.0, 0.01])
     near = answer([1, 2, 3], [-0.1, -0.25, -0.3])
-    assert compare(reference, reference, 1e-3) == Comparison()
+    assert compare(reference, reference, 1e-3) == Comparison(compared_tokens=3)
     assert "token 1 is off by 0.05" in compare(reference, near, 1e-3).problem
     assert compare(reference, near, 0.1).problem == ""
     assert compare(reference, near, 0.1).deviation == pytest.approx(0.05)
-    assert compare(reference, answer([1, 9, 3], [-0.1, -0.2, -0.3]), 0.1).problem == "its token 1 is 9, not 2"
+    assert compare(reference, answer([1, 9, 3], [-0.1, -0.2, -0.3]), 0.1).problem == "token 1 is 9, not 2"
     tied = compare(reference, answer([1, 2, 9], [-0.1, -0.2, -0.3]), 0.1)
     assert (tied.is_tie, tied.problem) == (True, "")
-    assert compare(reference, answer([1, 2, 9], [-0.1, -0.2, -0.3]), 1e-3).problem == "its token 2 is 9, not 3"
+    assert compare(reference, answer([1, 2, 9], [-0.1, -0.2, -0.3]), 1e-3).problem == "token 2 is 9, not 3"
     assert compare(reference, answer([1, 2], [-0.1, -0.2]), 1e-3).problem == "it has 2 tokens, not 3"
 
 
