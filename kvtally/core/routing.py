@@ -7,10 +7,11 @@ the request. Pure: time is an argument, and equal arguments give equal answers.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from typing import NamedTuple
 
 from blake3 import blake3
@@ -29,26 +30,26 @@ class Print(NamedTuple):
     digest: bytes
 
 
-def prints_of(root: bytes, parts: Sequence[bytes]) -> list[Print]:
+def prints_of(root: bytes, parts: Sequence[bytes | memoryview]) -> list[Print]:
     """Digests of a prompt's beginnings, ascending; the last is the whole prompt's.
 
     `root` is everything that must be equal for any of it to be shared (tenant, model, tools). Where boundaries lie
     depends only on their position and on where parts end: a conversation has those of its beginning, some turns on.
     """
-    total_bytes = sum(map(len, parts))
-    ends: list[int] = []
-    position = 0
-    for part in parts:
-        position += len(part)
-        ends.append(position)
-    boundaries = sorted({*_steps(total_bytes), *ends[-PARTS:]})
-    whole = b"".join(parts)
+    ends = list(accumulate(map(len, parts)))
+    boundaries = deque(sorted({*_steps(ends[-1] if ends else 0), *ends[-PARTS:]}))
     hasher = blake3(root)
-    prints, start = [], 0
-    for end in boundaries:
-        hasher.update(whole[start:end])
-        prints.append(Print(end, hasher.digest(DIGEST_BYTES)))
-        start = end
+    prints: list[Print] = []
+    position = 0
+    for whole, end in zip(parts, ends, strict=True):
+        part = memoryview(whole)
+        while boundaries and boundaries[0] <= end:
+            boundary = boundaries.popleft()
+            hasher.update(part[: boundary - position])
+            prints.append(Print(boundary, hasher.digest(DIGEST_BYTES)))
+            part, position = part[boundary - position :], boundary
+        hasher.update(part)
+        position = end
     return prints
 
 

@@ -20,7 +20,8 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -28,12 +29,14 @@ import aiohttp
 import msgspec
 import uvloop
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvtally.config import RouterConfig
 from kvtally.connection import endpoint
 from kvtally.errors import ConfigError, RouteError
 from kvtally.router.flavours import FLAVOURS
+from kvtally.router.intake import Handler, Intake, Server
 from kvtally.router.metrics import Sources, render
 from kvtally.router.pool import Pool
 from kvtally.router.proxy import Proxy, error_response
@@ -50,6 +53,7 @@ SAME_SIGNAL_S = 0.5  # a service manager and `kvtally up` may both send the firs
 FIRST_TRY_S = 1.0  # how long a start waits for what stores say
 BACKLOG = 1_024
 KEEP_ALIVE_S = 75.0
+LINGER_S = 2.0  # how long a client that was refused may go on sending, so that it comes to read why
 OPEN_FILES = 65_536  # each stream takes two
 GARBAGE = (20_000, 20, 20)  # when to look for it: see `gc.set_threshold`
 MOST_RECEIPTS, DEFAULT_RECEIPTS = 1_000, 100
@@ -70,15 +74,13 @@ _CONTROL = frozenset(
 )
 
 
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-
-
 class Router:
     """A running router."""
 
-    def __init__(self, config: RouterConfig, proxy: Proxy, sources: Sources) -> None:
+    def __init__(self, config: RouterConfig, proxy: Proxy, sources: Sources, intake: Intake) -> None:
         self.port = 0  # set when it listens
         self.stopping = asyncio.Event()
+        self.intake = intake
         self._config = config
         self._proxy = proxy
         self._sources = sources
@@ -93,11 +95,15 @@ class Router:
             ("POST", "/drain"): partial(self._drain, is_draining=True),
             ("POST", "/undrain"): partial(self._drain, is_draining=False),
         }
-        self.server = web.Server(
+        self.server = Server(
             self.handle,
+            intake,
             handler_cancellation=True,
             access_log=None,
+            logger=_http_logger(),
             keepalive_timeout=KEEP_ALIVE_S,
+            lingering_time=LINGER_S,
+            auto_decompress=False,  # aiohttp would unpack what the intake has refused
         )
 
     def cut(self) -> None:
@@ -114,7 +120,9 @@ class Router:
         if request.method == "GET" and request.path.startswith("/receipts/"):
             return self._receipt(request.path.removeprefix("/receipts/"))
         parts = [part for part in request.path.split("/") if part]
-        is_control = {parts[0] if parts else "", "/".join(parts[:2])} & _CONTROL
+        first = parts[0] if parts else ""
+        # vLLM's metrics answer to every path that begins with theirs.
+        is_control = {first, "/".join(parts[:2])} & _CONTROL or first.startswith("metrics")
         if is_control or {".", ".."} & set(parts) or not request.path.startswith("/"):
             return _refused(404, "no such path here", "Ask the engine itself.")
         return await self._proxy.forward(request)
@@ -206,8 +214,19 @@ async def running(config: RouterConfig, *, log_descriptor: int = 1, stop_s: floa
         log = stack.enter_context(RequestLog(log_descriptor))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         tally = Tally(log.write)
-        proxy = Proxy(config, pool=pool, readers=readers, tally=tally, tenants=tenants, session=session)
-        router = Router(config, proxy, Sources(tally, pool, readers, lambda: log.lost))
+        intake = Intake(max_body_bytes=config.max_body_bytes)
+        large = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="large bodies"))
+        proxy = Proxy(
+            config,
+            pool=pool,
+            readers=readers,
+            tally=tally,
+            tenants=tenants,
+            session=session,
+            intake=intake,
+            large=large,
+        )
+        router = Router(config, proxy, Sources(tally, pool, readers, lambda: log.lost), intake)
         watching = asyncio.create_task(_watch(pool, readers, session, proxy))
         watching.add_done_callback(lambda _: router.stopping.set())  # without it, nothing here can be relied on
         stack.push_async_callback(_end, watching, pool)
@@ -272,6 +291,17 @@ async def _end(watching: asyncio.Task[None], pool: Pool) -> None:
         await watching
     for member in pool.members.values():
         member.client.close()
+
+
+def _http_logger() -> logging.Logger:
+    """aiohttp's, without a traceback for every client that does not speak HTTP."""
+    http_logger = logging.getLogger(f"{__name__}.http")
+    http_logger.addFilter(_is_ours)
+    return http_logger
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return not record.exc_info or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
 def _listen(address: str) -> socket.socket:

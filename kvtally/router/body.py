@@ -1,21 +1,25 @@
-"""A request's body: read once, as far as the router must know it, and written anew for each leg.
+"""A request's body: read once, as far as the router needs it, and written anew for each leg.
 
-Only the top level is decoded; every value stays the bytes that the client sent (`Raw`), so nothing that changes
-tokenization can be changed by the way. Owns which fields clients may not set, and how a prefill leg differs from the
-request. Pure.
+Only the top level is decoded. Every value stays the bytes that the client sent (`Raw`), so the router cannot change
+how the engine tokenizes it. Owns which fields clients may not set, and how a prefill leg differs from the request.
+
+Nothing here builds more objects than `elements` allows, whatever a client sends: where a list or an object may be
+large, msgspec skips its elements instead of returning them. Pure.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Raw
 
-from kvtally.core.routing import Skip
+from kvtally.core.routing import Print, Skip, prints_of
 from kvtally.errors import RouteError
+from kvtally.router import elements
 
 Fields = dict[str, Raw]
 Overlay = Mapping[str, object]  # None: the field is left out
@@ -29,6 +33,7 @@ RESERVED = frozenset(
     }
 )
 IDS = "prompt_token_ids"  # beside the hand-off: where vLLM looks for what a chat's prompt was
+CHAT_PATH = "/v1/chat/completions"
 NESTED = "vllm_xargs"  # the engine lays the members of this one beside its own `kv_transfer_params`
 
 # One token, at once, and nothing but the prompt computed for it. `min_tokens` would be refused with one token.
@@ -56,8 +61,27 @@ _ROOT_FIELDS = (
 # Answers with the prompt's text in them, or a prompt made of two texts: ids would not do.
 _TEXTUAL = ("echo", "return_prompt_text", "suffix")
 
+SMALL_BYTES = 64 * 1024
+MOST_PARTS = 4_096  # messages that are told apart; a prompt of more is one part
+IDS_BYTES = 64 * 1024  # of a list of token ids, read at a time
+
+_ABSENT = Raw()
+
+
+# msgspec fills these from the front of a JSON array, or by a JSON object's names, and skips everything else unbuilt.
+class _Two(msgspec.Struct, array_like=True):
+    first: Raw = _ABSENT
+    second: Raw = _ABSENT
+
+
+_Many = msgspec.defstruct("_Many", [(f"_{n}", Raw, _ABSENT) for n in range(MOST_PARTS + 1)], array_like=True)
+_Reserved = msgspec.defstruct("_Reserved", [(name, Raw, _ABSENT) for name in sorted(RESERVED)])
+
 _object = msgspec.json.Decoder(Fields)
 _array = msgspec.json.Decoder(list[Raw])
+_two = msgspec.json.Decoder(_Two)
+_many = msgspec.json.Decoder(_Many)
+_reserved = msgspec.json.Decoder(_Reserved)
 _numbers = msgspec.json.Decoder(list[int])
 
 
@@ -71,8 +95,28 @@ class Kind(Enum):
     OTHER = auto()
 
 
+class Understood(NamedTuple):
+    """What the router knows of a request from its body."""
+
+    fields: Fields
+    reserved: list[str]  # what the client set and may not set; it is gone from `fields`
+    kind: Kind = Kind.OTHER
+    prints: Sequence[Print] = ()
+
+
+def understand(data: bytes, *, path: str, salt: str, is_generating: bool) -> Understood:
+    """Take a body apart. Raises RouteError KV-705 for anything but a JSON object of reasonable shape."""
+    fields = read_fields(data)
+    reserved = scrub(fields)
+    if not is_generating:
+        return Understood(fields, reserved)
+    kind, parts = prompt_of(fields, is_chat=path == CHAT_PATH)
+    return Understood(fields, reserved, kind, prints_of(root_of(path, salt, fields), parts))
+
+
 def read_fields(data: bytes) -> Fields:
-    """The members of a JSON object. Raises RouteError KV-705 for anything else."""
+    """The members of a JSON object. Raises RouteError KV-705 for anything else, and for more than anybody needs."""
+    elements.check(data)
     try:
         return _object.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -86,11 +130,12 @@ def scrub(fields: Fields) -> list[str]:
     found = [name for name in fields if name in RESERVED]
     for name in found:
         del fields[name]
-    nested_object = bytes(fields.get(NESTED, b""))
-    if nested_object.startswith(b"{"):  # else the engine will say that it should be one
-        members = read_fields(nested_object)  # names that are not UTF-8 would be good enough for Python's own parser
-        nested = [name for name in members if name in RESERVED]
+    nested_object = fields.get(NESTED, _ABSENT)
+    if _starts(nested_object, b"{"):  # else the engine will say that it should be an object
+        told = _reserved.decode(nested_object)
+        nested = [name for name in _reserved.type.__struct_fields__ if getattr(told, name) is not _ABSENT]
         if nested:
+            members = read_fields(bytes(nested_object))
             for name in nested:
                 del members[name]
             fields[NESTED] = Raw(msgspec.json.encode(members))
@@ -98,41 +143,69 @@ def scrub(fields: Fields) -> list[str]:
     return found
 
 
-def prompt_of(fields: Fields) -> tuple[Kind, list[bytes]]:
-    """What the prompt is, and its bytes in parts, so that a conversation's next turn begins with the same parts."""
-    messages = fields.get("messages")
-    if messages is not None:
-        try:
-            return Kind.MESSAGES, [bytes(message) for message in _array.decode(messages)]
-        except msgspec.DecodeError:
-            return Kind.OTHER, [bytes(messages)]
+def prompt_of(fields: Fields, *, is_chat: bool) -> tuple[Kind, list[memoryview]]:
+    """What the prompt is, and its bytes in parts, so that a conversation's next turn begins with the same parts.
+
+    The engine reads `messages` for a chat and `prompt` for a completion, and ignores the other; so does this."""
+    if is_chat:
+        messages = fields.get("messages", _ABSENT)
+        if not _starts(messages, b"["):
+            return Kind.OTHER, [memoryview(messages)]
+        return Kind.MESSAGES, _parts(messages)
     is_plain = _is_set(fields, "prompt")
-    prompt = _only(bytes(fields.get("prompt" if is_plain else "prompt_embeds", b"")))
+    prompt = _only(fields.get("prompt" if is_plain else "prompt_embeds", _ABSENT))
+    view = memoryview(prompt)
     if is_plain and _is_set(fields, "prompt_embeds"):
-        return Kind.BATCH, [prompt]  # the engine answers both
-    if prompt.startswith(b'"'):
-        return (Kind.TEXT if is_plain else Kind.OTHER), [prompt[1:-1]]
-    if not prompt.startswith(b"["):
-        return Kind.OTHER, [prompt]
-    try:
-        return Kind.TOKENS, [array("I", _numbers.decode(prompt)).tobytes()]
-    except (msgspec.DecodeError, OverflowError):  # texts, lists of tokens, or something that the engine refuses
-        return Kind.BATCH, [prompt]
+        return Kind.BATCH, [view]  # the engine answers both
+    if _starts(prompt, b'"'):
+        return (Kind.TEXT if is_plain else Kind.OTHER), [view[1:-1]]
+    if not _starts(prompt, b"["):
+        return Kind.OTHER, [view]
+    ids = _ids(bytes(prompt))
+    return (Kind.BATCH, [view]) if ids is None else (Kind.TOKENS, [memoryview(ids).cast("B")])
 
 
-def _only(prompt: bytes) -> bytes:
+def _parts(messages: Raw) -> list[memoryview]:
+    """Each message; all of them as one where there are very many."""
+    whole = memoryview(messages)
+    if len(whole) <= SMALL_BYTES and bytes(whole).count(b",") < elements.FEW:  # the usual case, and faster
+        return [memoryview(message) for message in _array.decode(messages)]
+    found = msgspec.structs.astuple(_many.decode(messages))
+    parts = [memoryview(message) for message in found if message is not _ABSENT]
+    return parts if len(parts) <= MOST_PARTS else [whole]
+
+
+def _ids(prompt: bytes) -> array[int] | None:
+    """The token ids in a JSON array; None where it holds anything else. A piece at a time: a list of a million Python
+    numbers would take five times as much memory as the text."""
+    ids = array("I")
+    start, end = 1, len(prompt) - 1
+    while start < end:
+        cut = prompt.find(b",", start + IDS_BYTES, end)
+        cut = end if cut < 0 else cut
+        try:
+            ids.extend(_numbers.decode(b"[%b]" % prompt[start:cut]))
+        except (msgspec.DecodeError, OverflowError, TypeError):  # texts, lists of ids, or what the engine refuses
+            return None
+        start = cut + 1
+    return ids
+
+
+def _only(prompt: Raw) -> Raw:
     """The prompt in a list of one, as many clients send it, which is no batch; anything else as it is."""
-    if prompt.startswith(b"[") and prompt[1:].lstrip()[:1] in (b'"', b"["):
-        members = _array.decode(prompt)
-        return bytes(members[0]) if len(members) == 1 else prompt
+    if _starts(prompt, b"[") and bytes(memoryview(prompt)[1:64]).lstrip()[:1] in (b'"', b"["):
+        members = _two.decode(prompt)
+        return members.first if members.second is _ABSENT else prompt
     return prompt
+
+
+def _starts(value: Raw, first: bytes) -> bool:
+    return bytes(memoryview(value)[:1]) == first
 
 
 def root_of(path: str, salt: str, fields: Fields) -> bytes:
     """What two prompts must have in common for either to be of use to the other."""
-    return b"\0".join(
-        [path.encode(), salt.encode(), *(bytes(fields[name]) if name in fields else b"" for name in _ROOT_FIELDS)]
-    )
+    return b"\0".join([path.encode(), salt.encode(), *(memoryview(fields.get(name, _ABSENT)) for name in _ROOT_FIELDS)])
 
 
 def skip_of(kind: Kind, fields: Fields, *, has_one_reader: bool) -> Skip | None:
@@ -141,7 +214,7 @@ def skip_of(kind: Kind, fields: Fields, *, has_one_reader: bool) -> Skip | None:
         return Skip.BATCH
     if _is_set(fields, "prompt_logprobs") or (_is_set(fields, "echo") and _is_set(fields, "logprobs")):
         return Skip.PROMPT_LOGPROBS
-    if has_one_reader and (bytes(fields.get("n", b"1")) not in (b"1", b"null") or _is_set(fields, "use_beam_search")):
+    if has_one_reader and (_word(fields, "n") not in (b"1", b"null") or _is_set(fields, "use_beam_search")):
         return Skip.SEVERAL
     return None
 
@@ -178,4 +251,9 @@ def encode(fields: Fields, overlay: Overlay) -> bytes:
 
 
 def _is_set(fields: Fields, name: str) -> bool:
-    return bytes(fields.get(name, b"null")) not in (b"null", b"false")
+    return _word(fields, name) not in (b"null", b"false")
+
+
+def _word(fields: Fields, name: str) -> bytes:
+    """A value's first bytes: all of it, where it is as short as those that the router compares with."""
+    return bytes(memoryview(fields[name])[:6]) if name in fields else b"null"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import Executor
 from typing import NamedTuple, cast
 
 import aiohttp
@@ -30,18 +31,17 @@ from kvtally.router.body import Kind
 from kvtally.router.engines import RETRIED_STATUSES, UNSENT, Failure, Leg, Started, Whole, ask, read_on, start
 from kvtally.router.flavours import FLAVOURS
 from kvtally.router.flavours.base import Params, PrefillAnswer, ResponseUsage
+from kvtally.router.intake import Intake
 from kvtally.router.pool import Member, Pool
 from kvtally.router.relay import CLIENT_LEFT, relay
 from kvtally.router.stores import Answer, StoreReader
 from kvtally.router.tally import Matched, Tally, match, source_of
 from kvtally.router.tenants import Tenants
-from kvtally.router.trip import NOT_JSON, Trip
+from kvtally.router.trip import Trip
 
 LEFT_STATUS = 499  # what others log for a client that left
 PREFILL_ATTEMPTS = 3
 DECODE_ATTEMPTS = 2
-MOST_REQUESTS = 10_000  # at once
-MOST_BODIES_BYTES = 1 << 30  # of requests that decode has not begun to answer
 WRONG_BY = 4  # so many times more than was thought may decode have to compute; a token is not always four bytes
 LEAST_TOKENS = 16  # of which that is said, where a router asks prefill for every prompt
 UNFILED = 3  # receipts that an instance may fail to file before nobody waits for them any more
@@ -97,6 +97,8 @@ class Proxy:
         tally: Tally,
         tenants: Tenants,
         session: aiohttp.ClientSession,
+        intake: Intake,
+        large: Executor,
     ) -> None:
         self._config = config
         self._flavour = FLAVOURS[config.flavour]
@@ -105,8 +107,8 @@ class Proxy:
         self._tally = tally
         self._tenants = tenants
         self._session = session
-        self._requests = 0
-        self._bodies_bytes = 0
+        self._intake = intake
+        self._large = large
         self._prefill_seen = PrefixMap(capacity=PREFIXES, lifetime_ns=PREFIX_LIFETIME_NS)
         self._decode_seen = PrefixMap(capacity=PREFIXES, lifetime_ns=PREFIX_LIFETIME_NS)
 
@@ -119,17 +121,15 @@ class Proxy:
 
     async def complete(self, request: web.BaseRequest) -> web.StreamResponse:
         """/v1/completions and /v1/chat/completions."""
-        return await self._travel(Trip(request), is_generating=True)
+        return await self._travel(Trip(request, self._intake.enter()), is_generating=True)
 
     async def forward(self, request: web.BaseRequest) -> web.StreamResponse:
         """Any other path: to a decode instance, as it is."""
-        return await self._travel(Trip(request), is_generating=False)
+        return await self._travel(Trip(request, self._intake.enter()), is_generating=False)
 
     async def _travel(self, trip: Trip, *, is_generating: bool) -> web.StreamResponse:
         record = trip.record
-        self._requests += 1
         try:
-            self._reserve(trip)
             response = await (self._complete(trip) if is_generating else self._forward(trip))
             record.status = record.status or response.status
             return response
@@ -143,14 +143,15 @@ class Proxy:
                 record.status, record.error = LEFT_STATUS, CLIENT_LEFT
             raise
         finally:
-            self._requests -= 1
             self._let_go(trip)
+            self._intake.leave(trip.request, trip.body)
             record.total_ms = trip.elapsed_ms
             self._tally.finished(record)
 
     async def _complete(self, trip: Trip) -> web.StreamResponse:
-        trip.understand(await self._read(trip), self._config, self._tenants, self._tally)
-        trip.look_at_prompt()
+        data = await self._intake.take(trip.request, trip.body) or b""
+        await self._understand(trip, data, is_generating=True)
+        del data
         held = self._decode_seen.holders(trip.prints, time.monotonic_ns())
         decode = self._pick_decode(held)
         proved_bytes = held[decode.name].proved_bytes if decode.name in held else 0
@@ -164,9 +165,9 @@ class Proxy:
 
     async def _forward(self, trip: Trip) -> web.StreamResponse:
         request = trip.request
-        data: bytes | None = await self._read(trip) if request.body_exists else None
-        if data and not request.headers.get("Content-Type", "").lower().startswith(NOT_JSON):
-            trip.understand(data, self._config, self._tenants, self._tally)
+        data = await self._intake.take(request, trip.body)
+        if data and trip.is_json:
+            await self._understand(trip, data, is_generating=False)
             data = bodies.encode(trip.fields, {"cache_salt": trip.salt})
         tried: list[Member] = []
         while True:
@@ -449,30 +450,13 @@ class Proxy:
 
     # ---- common to all
 
-    def _reserve(self, trip: Trip) -> None:
-        """Make room for a request's body, which may be as long as it says. Raises RouteError where there is none."""
-        request = trip.request
-        if request.body_exists:
-            length = None if "Content-Encoding" in request.headers else request.content_length
-            self._resize(trip, self._config.max_body_bytes if length is None else length)
-        if self._requests > MOST_REQUESTS or self._bodies_bytes > MOST_BODIES_BYTES:
-            message = f"there are {self._requests} requests, with {self._bodies_bytes} bytes of bodies, at once"
-            raise RouteError(message, remedy="Try again soon.", status=503, code="KV-707")
-
-    async def _read(self, trip: Trip) -> bytes:
-        """The body, which from now on takes the room that it has bytes: one in chunks might have become anything."""
-        data = await trip.read(self._config)
-        self._resize(trip, len(data))
-        return data
+    async def _understand(self, trip: Trip, data: bytes, *, is_generating: bool) -> None:
+        await trip.understand(data, self._config, self._tenants, self._tally, self._large, is_generating=is_generating)
 
     def _let_go(self, trip: Trip) -> None:
         """Decode has begun to answer, or nobody will: what was asked is not needed any more."""
-        self._resize(trip, 0)
-        trip.fields, trip.prints = {}, []
-
-    def _resize(self, trip: Trip, size_bytes: int) -> None:
-        self._bodies_bytes += size_bytes - trip.reserved_bytes
-        trip.reserved_bytes = size_bytes
+        self._intake.let_go(trip.body)
+        trip.fields, trip.prints = {}, ()
 
     def _pick_decode(self, held: dict[str, Held], besides: list[Member] = []) -> Member:  # noqa: B006 - only read
         member = self._pool.decode.pick(held, besides=besides)

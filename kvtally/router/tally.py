@@ -22,6 +22,7 @@ from kvtally.core.receipts import Half, Receipt, Verdict
 
 BOOK_RECEIPTS = 10_000
 MOST_REASONS = 64  # distinct ones that are counted by name
+LONGEST_TEXT = 256  # of anything that clients or engines say, in the book and in the log
 
 _SOURCES = ("gpu", "host", "disk", "remote")
 _NOT_A_WORD = re.compile(r"[^a-z0-9_.-]+")
@@ -62,6 +63,11 @@ def source_of(half: Half | None) -> str:
         return "unknown"
     counts = zip(_SOURCES, (half.tokens_gpu, half.tokens_host, half.tokens_disk, half.tokens_remote), strict=True)
     return ",".join(f"{name}:{count}" for name, count in counts if count) or "none"
+
+
+def clipped(text: str) -> str:
+    """Fit to be kept and logged, whatever bytes somebody sent: short, and UTF-8."""
+    return text[:LONGEST_TEXT] if text.isascii() else text[:LONGEST_TEXT].encode("utf-8", "replace").decode()
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -178,6 +184,7 @@ class Tally:
 
     def keep(self, record: Record) -> None:
         """From now on it can be asked for; what is still to come is filled in."""
+        record.error = clipped(record.error)
         self._book[record.ticket] = record
         while len(self._book) > BOOK_RECEIPTS:
             self._book.popitem(last=False)
@@ -185,6 +192,7 @@ class Tally:
     def finished(self, record: Record) -> None:
         """A request is over, one way or another."""
         self.statuses[record.status] += 1
+        record.error = clipped(record.error)
         self._log(record.line())
 
     def find(self, ticket: str) -> Record | None:

@@ -1,7 +1,7 @@
 """One request: what came from the client, what is known of it, and what became of it.
 
-Owns reading the body within its bounds and taking out what clients may not set. Neighbour: `proxy`, which sends it on
-its way.
+Owns what the router keeps of a request, and refusing what clients may not set. Neighbours: `proxy`, which sends the
+request on its way; `body`, which reads it.
 """
 
 from __future__ import annotations
@@ -9,46 +9,52 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from functools import partial
 
 from aiohttp import web
 from multidict import CIMultiDict
 
 from kvtally.config import RouterConfig
-from kvtally.core.routing import Print, prints_of
+from kvtally.core.routing import Print
 from kvtally.errors import RouteError
 from kvtally.router import body as bodies
 from kvtally.router import headers as header
 from kvtally.router.body import Fields, Kind
-from kvtally.router.tally import Matched, Record, Tally
+from kvtally.router.intake import Body
+from kvtally.router.tally import Matched, Record, Tally, clipped
 from kvtally.router.tenants import Tenants
 
-NOT_JSON = ("multipart/", "application/x-www-form-urlencoded")  # passed on as they are: no engine reads JSON in them
-LONGEST_TEXT = 256  # of what a client says, in the log
+# Media types in which no engine looks for JSON. Exactly these: FastAPI takes anything that ends with `+json` for JSON.
+NOT_JSON = frozenset({"multipart/form-data", "application/x-www-form-urlencoded"})
+MOST_NAMES, LONGEST_NAME = 8, 64  # of the fields and headers that a refusal names
+LARGE_BYTES = 256 * 1024  # a body of more is taken apart in a thread, so that nobody else waits for it
 
 
 class Trip:
     """One request's state, from its arrival to its log line."""
 
     __slots__ = (
-        *("_begun_s", "fields", "kind", "matched", "path", "prints", "prompt_bytes", "record", "request"),
-        *("reserved_bytes", "salt"),
+        *("_begun_s", "body", "fields", "kind", "matched", "path", "prints", "prompt_bytes", "record", "request"),
+        *("salt",),
     )
 
-    def __init__(self, request: web.BaseRequest) -> None:
+    def __init__(self, request: web.BaseRequest, body: Body) -> None:
         self.request = request
+        self.body = body
         self.path = request.path.rstrip("/")  # an engine would redirect, to itself
         self.fields: Fields = {}
         self.kind = Kind.OTHER
-        self.prints: list[Print] = []
+        self.prints: Sequence[Print] = ()
         self.prompt_bytes = 0
         self.salt = ""
         self.matched: Matched | None = None
-        self.reserved_bytes = 0  # of the room for bodies
         self.record = Record(
             ticket=new_ticket(),
             at_s=time.time(),
-            path=_printable(self.path),
-            client_request=_printable(request.headers.get("X-Request-Id", "")),
+            path=clipped(self.path),
+            client_request=clipped(request.headers.get("X-Request-Id", "")),
         )
         self._begun_s = time.perf_counter()
 
@@ -64,40 +70,28 @@ class Trip:
     def elapsed_ms(self) -> float:
         return (time.perf_counter() - self._begun_s) * 1e3
 
-    async def read(self, config: RouterConfig) -> bytes:
-        """The body. Raises RouteError where it is too large, or does not come."""
-        limit_bytes = config.max_body_bytes
-        if (self.request.content_length or 0) > limit_bytes:
-            raise _too_large(limit_bytes)
-        try:
-            if "Expect" in self.request.headers and self.request.version >= (1, 1):
-                await self.request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            if self.request.content.is_eof():
-                return await self._take(limit_bytes)  # it is here
-            async with asyncio.timeout(config.timeout_s):
-                return await self._take(limit_bytes)
-        except TimeoutError as error:
-            message = f"the body did not come within {config.timeout_s} s"
-            raise RouteError(message, remedy="Send it at once.", status=408) from error
-        except web.RequestPayloadError as error:
-            message = f"the body cannot be read: {error}"
-            raise RouteError(message, remedy="Send a whole one.", status=400, code="KV-705") from error
+    @property
+    def is_json(self) -> bool:
+        """Whether an engine may take the body for JSON."""
+        media_type, _, _ = self.request.headers.get("Content-Type", "").partition(";")
+        return media_type.strip().lower() not in NOT_JSON
 
-    async def _take(self, limit_bytes: int) -> bytes:
-        """Not `request.read`, which would keep the body for as long as the answer takes."""
-        parts, size_bytes = [], 0
-        while part := await self.request.content.readany():
-            parts.append(part)
-            size_bytes += len(part)
-            if size_bytes > limit_bytes:
-                raise _too_large(limit_bytes)
-        return b"".join(parts)
+    async def understand(
+        self, data: bytes, config: RouterConfig, tenants: Tenants, tally: Tally, large: Executor, *, is_generating: bool
+    ) -> None:
+        """Take the body apart; drop, or refuse, what clients may not set; make it the tenant's.
 
-    def understand(self, data: bytes, config: RouterConfig, tenants: Tenants, tally: Tally) -> None:
-        """Take the body apart; drop, or refuse, what clients may not set; make it the tenant's."""
-        self.fields = bodies.read_fields(data)
-        self.refuse_reserved([*bodies.scrub(self.fields), *header.choosing(self.request.headers)], config, tally)
+        Large bodies go to `large`, which takes one after the other: parsing 32 MiB holds Python's lock for tens of
+        milliseconds, in pieces of a few, and several at once would starve the event loop."""
         self.salt = tenants.salt(self.request.headers)
+        work = partial(bodies.understand, data, path=self.path, salt=self.salt, is_generating=is_generating)
+        is_large = len(data) > LARGE_BYTES
+        understood = await asyncio.get_running_loop().run_in_executor(large, work) if is_large else work()
+        self.fields = understood.fields
+        self.refuse_reserved([*understood.reserved, *header.choosing(self.request.headers)], config, tally)
+        self.record.stream = bodies.is_streamed(self.fields)
+        self.kind, self.prints = understood.kind, understood.prints
+        self.prompt_bytes = self.prints[-1].end_bytes if self.prints else 0
 
     def refuse_reserved(self, found: list[str], config: RouterConfig, tally: Tally) -> None:
         if not found:
@@ -107,18 +101,11 @@ class Trip:
         )
         if config.strict:
             raise RouteError(
-                f"{', '.join(found)}: only the router may set this",
+                f"{_some(found)}: only the router may set this",
                 remedy="Leave it out of the request.",
                 status=400,
                 code="KV-704",
             )
-
-    def look_at_prompt(self) -> None:
-        """Know the prompt by its digests."""
-        self.record.stream = bodies.is_streamed(self.fields)
-        self.kind, parts = bodies.prompt_of(self.fields)
-        self.prints = prints_of(bodies.root_of(self.path, self.salt, self.fields), parts)
-        self.prompt_bytes = self.prints[-1].end_bytes if self.prints else 0
 
     def engine_headers(self, config: RouterConfig) -> CIMultiDict[str]:
         return header.for_engine(self.request.headers, ticket=self.ticket, tenant_header=config.tenant_header)
@@ -147,15 +134,7 @@ def new_ticket() -> str:
     return secrets.token_hex(16)
 
 
-def _printable(text: str) -> str:
-    """Whatever bytes a client sends, the log is UTF-8."""
-    return text[:LONGEST_TEXT] if text.isascii() else text[:LONGEST_TEXT].encode("utf-8", "replace").decode()
-
-
-def _too_large(limit_bytes: int) -> RouteError:
-    return RouteError(
-        f"the body has more than {limit_bytes} bytes",
-        remedy="Send less; the limit is router.max_body.",
-        status=413,
-        code="KV-705",
-    )
+def _some(names: list[str]) -> str:
+    """The first of these names, so that a message stays short whatever a client sends."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(name[:LONGEST_NAME] for name in names[:MOST_NAMES]) + more

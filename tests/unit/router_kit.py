@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import uvloop
+from yarl import URL
 
 from kvtally.config import RouterConfig
 from kvtally.instances import Instance
@@ -65,8 +66,9 @@ class Kit:
         headers = {**self.headers, **({"Authorization": f"Bearer {key}"} if key else {})}
         return await self.send("POST", path, json=body, headers=headers)
 
-    async def send(self, method: str, path: str, **options: Any) -> Reply:
-        async with self.session.request(method, self.url + path, **options) as response:
+    async def send(self, method: str, path: str | URL, **options: Any) -> Reply:
+        url = self.url + path if isinstance(path, str) else path
+        async with self.session.request(method, url, **options) as response:
             headers = {name.lower(): value for name, value in response.headers.items()}
             return Reply(response.status, headers, await response.read())
 

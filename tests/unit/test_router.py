@@ -831,7 +831,7 @@ class TestServer:
         run(test)
 
     def test_too_many_at_once_are_told_so(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvtally.router.proxy.MOST_BODIES_BYTES", 10_000)
+        monkeypatch.setattr("kvtally.router.intake.MOST_BODIES_BYTES", 10_000)
 
         async def test() -> None:
             async with kit(tmp_path, prefill=0) as it:

@@ -90,7 +90,8 @@ class TestBodies:
         ],
     )
     def test_prompts_are_told_apart(self, tree: dict[str, object], kind: Kind, parts: list[bytes]) -> None:
-        assert bodies.prompt_of(bodies.read_fields(msgspec.json.encode(tree))) == (kind, parts)
+        fields = bodies.read_fields(msgspec.json.encode(tree))
+        assert bodies.prompt_of(fields, is_chat="messages" in tree) == (kind, parts)
 
     @pytest.mark.parametrize(
         ("tree", "one_reader", "skip"),

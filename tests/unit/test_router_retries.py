@@ -17,7 +17,7 @@ import pytest
 from kvtally.connection import Endpoint, endpoint
 from kvtally.core.receipts import Half, Role
 from kvtally.instances import Instance
-from kvtally.router import proxy
+from kvtally.router import intake, proxy
 from kvtally.router.pool import Member, check
 from kvtally.router.stores import StoreReader
 from tests.unit.fake_vllm import Seen
@@ -302,10 +302,10 @@ class TestRequests:
 
         run(test)
 
-    def test_a_compressed_body_counts_for_what_it_may_become(
+    def test_a_compressed_body_counts_for_what_it_becomes(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(proxy, "MOST_BODIES_BYTES", 3 << 20)
+        monkeypatch.setattr(intake, "MOST_BODIES_BYTES", 3 << 19)
 
         async def test() -> None:
             async with kit(tmp_path, prefill=0, max_body_bytes=2 << 20) as it:
@@ -336,7 +336,7 @@ class TestRequests:
         run(test)
 
     def test_a_body_in_chunks_takes_the_room_it_needs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(proxy, "MOST_BODIES_BYTES", 3 << 20)
+        monkeypatch.setattr(intake, "MOST_BODIES_BYTES", 3 << 20)
 
         async def chunks() -> AsyncIterator[bytes]:
             yield b'{"prompt": "short"}'
@@ -358,7 +358,7 @@ class TestRequests:
     def test_a_body_is_let_go_when_the_answer_begins(
         self, tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(proxy, "MOST_BODIES_BYTES", 10_000)
+        monkeypatch.setattr(intake, "MOST_BODIES_BYTES", 10_000)
 
         async def test() -> None:
             async with kit(tmp_path, prefill=0) as it:

@@ -1,0 +1,228 @@
+"""Requests on their way in: connections, bodies, and the room that both may take.
+
+    connect ─▶ waiting ─▶ head ─▶ body, part by part ─▶ whole: a request ─▶ let_go: decode has begun to answer
+                  └──── too many: the oldest is closed ────┘
+
+Owns every limit on what clients send before it is a request. Nothing is reserved in advance: a body counts for the
+bytes that have come, so a client that only announces one takes nothing from others. When the room is full, the largest
+body that is still arriving makes way, and not the one that came last. Neighbours: `app` (connections), `proxy`
+(requests). Threading: the event loop's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import zlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from kvtally.errors import RouteError
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+MOST_REQUESTS = 10_000  # whole ones, at once
+MOST_BODIES_BYTES = 1 << 30  # of requests that decode has not begun to answer, and of bodies still arriving
+MOST_WAITING = 8_192  # connections without a whole request
+BODY_S = 10.0  # the longest silence in a body, and how long its first bytes may take
+SLOWEST_BYTES_S = 16 * 1024  # a body must come at this rate, once BODY_S are over
+PIECE_BYTES = 1 << 20  # unpacked at a time
+
+
+class Body:
+    """One request's share of the room."""
+
+    __slots__ = ("deadline", "is_displaced", "size_bytes")
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self.deadline: asyncio.Timeout | None = None  # while it is arriving
+        self.is_displaced = False
+
+
+class Intake:
+    """What all connections and bodies share."""
+
+    def __init__(self, *, max_body_bytes: int) -> None:
+        self.requests = 0
+        self._max_body_bytes = max_body_bytes
+        self._bodies_bytes = 0
+        self._arriving: set[Body] = set()
+        # Each connection takes a descriptor, and its request another one towards an engine.
+        self._most_waiting = min(MOST_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._waiting: OrderedDict[RequestHandler, None] = OrderedDict()
+
+    # ---- connections
+
+    def waits(self, connection: RequestHandler) -> None:
+        """A connection has no whole request now. Where too many have none, the one that waits longest is closed."""
+        if connection.transport is None:
+            return
+        self._waiting[connection] = None
+        while len(self._waiting) > self._most_waiting:
+            oldest, _ = self._waiting.popitem(last=False)
+            oldest.force_close()
+
+    def gone(self, connection: RequestHandler) -> None:
+        self._waiting.pop(connection, None)
+
+    # ---- requests
+
+    def enter(self) -> Body:
+        """A request's head is here. `leave` follows, whatever becomes of it."""
+        self.requests += 1
+        return Body()
+
+    async def take(self, request: web.BaseRequest, body: Body) -> bytes | None:
+        """The whole body, or None where there is none.
+
+        Raises RouteError where the body is too large, too slow or damaged, and where there is no room for it."""
+        data = await self._read(request, body) if request.body_exists else None
+        self.gone(request.protocol)
+        if self.requests - len(self._arriving) > MOST_REQUESTS:
+            raise self._full()
+        return data
+
+    def let_go(self, body: Body) -> None:
+        """Decode has begun to answer, or nobody will: nobody needs the body any more."""
+        self._resize(body, 0)
+
+    def leave(self, request: web.BaseRequest, body: Body) -> None:
+        """The request is over."""
+        self.requests -= 1
+        self._resize(body, 0)
+        self.waits(request.protocol)
+
+    async def _read(self, request: web.BaseRequest, body: Body) -> bytes:
+        if (request.content_length or 0) > self._max_body_bytes:
+            raise self._too_large()
+        packed = _Packed(request.headers.get("Content-Encoding", "identity").strip().lower())
+        self._arriving.add(body)
+        try:
+            if "Expect" in request.headers and request.version >= (1, 1):
+                await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            if request.content.is_eof() and packed.is_plain:
+                return await self._collect(request, body, packed)  # it is here: a deadline would only cost time
+            async with asyncio.timeout(BODY_S) as body.deadline:
+                return await self._collect(request, body, packed)
+        except TimeoutError as error:
+            if body.is_displaced:
+                raise self._full() from error
+            message = f"of the body {body.size_bytes} bytes came, and then too few in {BODY_S:g} s"
+            raise RouteError(message, remedy="Send it without pauses.", status=408, code="KV-705") from error
+        except (web.RequestPayloadError, zlib.error) as error:
+            message = f"the body cannot be read: {error}"
+            raise RouteError(message, remedy="Send a whole one.", status=400, code="KV-705") from error
+        finally:
+            body.deadline = None
+            self._arriving.discard(body)
+
+    async def _collect(self, request: web.BaseRequest, body: Body, packed: _Packed) -> bytes:
+        """Not `request.read`, which would keep the body for as long as the answer takes."""
+        now_s = asyncio.get_running_loop().time
+        begun_s = now_s()
+        first, data = b"", bytearray()
+        while part := await request.content.readany():
+            for piece in packed.unpack(part):
+                self._resize(body, body.size_bytes + len(piece))
+                if body.size_bytes > self._max_body_bytes:
+                    raise self._too_large()
+                if self._bodies_bytes > MOST_BODIES_BYTES:
+                    self._make_room(body)
+                if not first:
+                    first = piece  # most bodies are one piece, and need no copy
+                else:
+                    data += piece
+                if not packed.is_plain:
+                    await asyncio.sleep(0)  # a few bytes may become many pieces: others have their turn
+            if body.deadline is not None and not body.is_displaced:
+                slowest_s = begun_s + BODY_S + body.size_bytes / SLOWEST_BYTES_S
+                body.deadline.reschedule(min(now_s() + BODY_S, slowest_s))
+        packed.end()
+        return first + data if data else first
+
+    def _make_room(self, body: Body) -> None:
+        """The largest body that is still arriving makes way. Raises RouteError KV-707 where that is this one."""
+        largest = max(self._arriving, key=lambda other: other.size_bytes)
+        if largest is body or largest.deadline is None:
+            raise self._full()
+        largest.is_displaced = True
+        largest.deadline.reschedule(asyncio.get_running_loop().time())
+        self._arriving.discard(largest)
+        self._resize(largest, 0)
+
+    def _resize(self, body: Body, size_bytes: int) -> None:
+        self._bodies_bytes += size_bytes - body.size_bytes
+        body.size_bytes = size_bytes
+
+    def _too_large(self) -> RouteError:
+        return RouteError(
+            f"the body has more than {self._max_body_bytes} bytes",
+            remedy="Send less; the limit is router.max_body.",
+            status=413,
+            code="KV-705",
+        )
+
+    def _full(self) -> RouteError:
+        message = f"there are {self.requests} requests, with {self._bodies_bytes} bytes of bodies, at once"
+        return RouteError(message, remedy="Try again soon.", status=503, code="KV-707")
+
+
+class _Packed:
+    """A body that may be compressed, unpacked a piece at a time: nothing that is refused is ever unpacked."""
+
+    def __init__(self, encoding: str) -> None:
+        self.is_plain = encoding in ("", "identity")
+        self._encoding = encoding
+        self._inflate: zlib._Decompress | None = None
+        if not self.is_plain and encoding not in ("gzip", "x-gzip", "deflate"):
+            raise RouteError(
+                "the body's content encoding is not one that this router reads",
+                remedy="Send it plain, or as gzip or deflate.",
+                status=415,
+                code="KV-705",
+            )
+
+    def unpack(self, part: bytes) -> Iterator[bytes]:
+        """Raises zlib.error where it cannot be unpacked."""
+        if self.is_plain:
+            yield part
+            return
+        if self._inflate is None:
+            # Some clients mean bare deflate, some that in zlib's wrapping, whose first four bits are always 8.
+            bare = self._encoding == "deflate" and part[0] & 0xF != 8
+            gzip = self._encoding != "deflate"
+            self._inflate = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | (16 if gzip else 0))
+        piece = b""
+        while part or len(piece) == PIECE_BYTES:
+            if self._inflate.eof:
+                raise zlib.error("it goes on after the end of its compressed data")
+            piece = self._inflate.decompress(part, PIECE_BYTES)
+            part = self._inflate.unconsumed_tail or self._inflate.unused_data
+            if piece:
+                yield piece
+
+    def end(self) -> None:
+        """Raises zlib.error where something is missing."""
+        if self._inflate is not None and not self._inflate.eof:
+            raise zlib.error("its compressed data breaks off")
+
+
+class Server(web.Server):
+    """aiohttp's server, which tells the intake of its connections."""
+
+    def __init__(self, handler: Handler, intake: Intake, **options: Any) -> None:
+        super().__init__(handler, **options)
+        self._intake = intake
+
+    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self._intake.waits(handler)
+
+    def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        self._intake.gone(handler)
