@@ -72,12 +72,16 @@ REASONS: dict[str, Explained] = {
         "prefill and decode made different tokens of the same text",
         "Give both the same tokenizer, chat template and truncation.",
     ),
+    MissReason.NO_GAIN: Explained(
+        "the prompt was too short for reuse: one token is always computed, and a few are computed before a load begins",
+        "Nothing is wrong. Longer prompts are reused.",
+    ),
     MissReason.SLOW_TIER: Explained(
         "loading it would have taken longer than computing it",
         "See the tier's speed in `kvtally stat --json`: a faster disk helps; `connector.always_load` loads anyway.",
     ),
     # where an engine says nothing
-    "unknown": Explained("the engine gave no reason, as for a prompt of one token, which has nothing to reuse", _LOG),
+    "unknown": Explained("the engine gave no reason", _LOG),
     # the router's own
     "no_handoff": Explained("prefill answered without a hand-off: its engine runs without the connector", _CONNECTOR),
     "bad_handoff": Explained(

@@ -165,7 +165,8 @@ class Asking:
         if life.answer is not None or (life.inquiry is not None and life.inquiry.answer is not None):
             return False
         self._cancel(track)
-        life.answer, life.is_left = Answer(0, [], None, "", 0.0), True
+        life.answer, life.is_left = Answer(0, [], None, MissReason.NO_GAIN, 0.0), True
+        life.reason = MissReason.NO_GAIN
         if life.inquiry is None and is_saved and not track.is_opaque:
             life.inquiry = self._inquiry(track)
             self._inquiries.walk(life.inquiry)
@@ -240,7 +241,7 @@ class Asking:
             self._inquiries.want(inquiry)
 
     def _count(self, life: Life, answer: Answer) -> None:
-        if not answer.end_tokens and not answer.reason:  # too short to be asked about
+        if answer.reason == MissReason.NO_GAIN:  # too short to be asked about
             return
         self._tally.count(LOOKUPS, "hit" if answer.end_tokens else "miss")
         self._tally.observe(WAIT, answer.wait_s)

@@ -226,7 +226,7 @@ class Inquiries:
     def _begin(self, client: StoreClient, inquiry: Inquiry) -> None:
         inquiry.walk()
         if not inquiry.ends:
-            self._answer(inquiry, Answer(0, [], None, "", 0.0))
+            self._answer(inquiry, Answer(0, [], None, MissReason.NO_GAIN, 0.0))
             return
         if inquiry.handoff is not None:
             inquiry.foreign = self._doubt(client, inquiry, inquiry.handoff)

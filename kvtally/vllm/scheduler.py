@@ -179,7 +179,10 @@ class SchedulerHalf:
                 return self.matched_tokens(request, computed_tokens)
             life.reason = MissReason.LEASE_EXPIRED if lease.session.alive else MissReason.STORE_UNREACHABLE
             self.tally.count(MISSES, life.reason)
-        if lease is None or not lease.is_live or is_covered:
+        if lease is None or not lease.is_live:
+            return 0, False
+        if is_covered:
+            life.reason = life.reason or MissReason.NO_GAIN
             return 0, False
         external = life.answer.end_tokens - computed_tokens
         if external > 0:
@@ -304,6 +307,8 @@ class SchedulerHalf:
             if not life.is_started:  # what it begins with was not computed here: ours, or the engine's own
                 self._asking.began(track)
                 life.local_tokens = max(0, track.request.num_computed_tokens - life.external_tokens)
+                if life.reason == MissReason.NO_GAIN and not life.reused_tokens:
+                    self.tally.count(MISSES, MissReason.NO_GAIN)
             computed_end = track.request.num_computed_tokens + count
             if computed_end >= track.request.num_prompt_tokens and not track.is_prefill:
                 self._file_receipt(track)  # before the first token goes out: whoever gets it may ask for the receipt
@@ -584,7 +589,8 @@ class SchedulerHalf:
         is_whole_chunks = end % self._layout.namespace.chunk_tokens == 0 and not self._recurrent
         saved = end if (last or (end and is_whole_chunks)) and not track.lost else 0
         chain = track.path.tail(request.all_token_ids, saved).chain if saved else b""
-        reason = "" if saved else track.lost or MissReason.REFUSED
+        refused = MissReason.REFUSED if track.prompt_tokens > 1 else MissReason.NO_GAIN
+        reason = "" if saved else track.lost or refused
         half = structs.replace(track.half(Role.PREFILL), saved_tokens=saved, chain=chain, reason=reason)
         answer = Handoff(
             ticket=handoff.ticket,

@@ -17,6 +17,7 @@ from kvtally.core.handoff import Handoff
 from kvtally.core.receipts import Half, Role
 from kvtally.vllm.inquiry import Answer, Inquiry
 from kvtally.vllm.path import Path
+from kvtally.wire.messages import MissReason
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -54,6 +55,10 @@ class Life:
     state_tokens: int = 0  # where the last recurrent state ends that was saved
 
     @property
+    def reused_tokens(self) -> int:
+        return self.local_tokens + self.external_tokens
+
+    @property
     def was_staged(self) -> bool:
         """Whether the store had to bring something into the arena for it."""
         lease = self.answer.lease if self.answer is not None else None
@@ -85,7 +90,9 @@ class Track:
     def half(self, role: Role, *, holds_beginnings: bool = True) -> Half:
         """This engine's half of the receipt: the account of the current life, as far as it is known."""
         life, weighed = self.life, self.life.answer
-        reused = life.local_tokens + life.external_tokens
+        reason = self.failure or life.reason
+        if reason == MissReason.NO_GAIN and life.reused_tokens:
+            reason = ""  # the engine's own cache covers it: nothing went wrong that wants a reason
         return Half(
             role=role,
             request=self.request.request_id,
@@ -93,12 +100,12 @@ class Track:
             tokens_gpu=life.local_tokens,
             tokens_host=life.external_tokens - life.disk_tokens,
             tokens_disk=life.disk_tokens,
-            computed_tokens=max(0, self.request.num_prompt_tokens - reused),
+            computed_tokens=max(0, self.request.num_prompt_tokens - life.reused_tokens),
             moved_bytes=life.load.moved_bytes if life.load is not None else 0,
             wait_ms=life.wait_s * 1e3,
             load_ms=life.load.seconds * 1e3 if life.load is not None else 0.0,
             verified=life.external_tokens > 0 and life.load is not None and life.load.verified,
-            reason=self.failure or life.reason,
+            reason=reason,
             exposed_ms=life.exposed_s * 1e3,
             left_tokens=weighed.left_tokens if weighed is not None else 0,
             load_estimate_ms=weighed.load_ms if weighed is not None else 0.0,

@@ -42,6 +42,7 @@ class MissReason(StrEnum):
     FOREIGN_NAMESPACE = "foreign_namespace"  # handed over by an engine whose bytes this one cannot read
     OTHER_TOKENS = "other_tokens"  # prefill and decode saw different tokens
     SLOW_TIER = "slow_tier"  # loading it would have taken longer than computing it
+    NO_GAIN = "no_gain"  # too short: one token, which is always computed, or computed before a load could begin
 
 
 # ---- handshake

@@ -22,6 +22,7 @@ from kvtally.vllm.path import Extras
 from kvtally.vllm.path import Path as TokenPath
 from kvtally.vllm.tally import Tally
 from kvtally.vllm.track import Track
+from kvtally.wire.messages import MissReason
 from tests.unit.early_kit import CHUNK, DENSE, PROMPT, Asked, inquiries, request, save, store
 from tests.unit.shell import Bench, Running
 from tests.waiting import eventually
@@ -283,7 +284,7 @@ def test_what_was_asked_for_a_trifle_is_given_back(bench: Bench, store: Running)
     asked = question()
     scheduler.arrived(asked)
     assert scheduler.leave(asked, is_saved=True)
-    assert scheduler.answer(asked) == Answer(0, [], None, "", 0.0)
+    assert scheduler.answer(asked) == Answer(0, [], None, MissReason.NO_GAIN, 0.0)
     scheduler.ended(asked)
     late.start()
     eventually(lambda: late.asked[0].answer is not None)

@@ -346,6 +346,44 @@ def test_a_preempted_request_waits_again(half: Callable[..., Any], inquiries: As
     assert (scheduler._asking._waiting, scheduler._asking._running) == (0, 0)
 
 
+# ---- prompts that are too short
+
+
+def test_a_prompt_of_one_token_says_why_nothing_of_it_is_reused(half: Callable[..., Any], filed: Filed) -> None:
+    scheduler, asked = half(FULL), request("r", [7])
+    scheduler.on_new_request(asked)
+    assert found(scheduler, asked) == (0, False)
+    computed(scheduler, asked, 1)
+    (told,) = filed
+    assert (told.reused_tokens, told.computed_tokens, told.reason) == (0, 1, "no_gain")
+    assert scheduler.tally.counts["misses"] == {"no_gain": 1}
+
+
+def test_one_token_that_is_to_be_handed_over_says_why_it_is_not(half: Callable[..., Any], filed: Filed) -> None:
+    scheduler = half(FULL)
+    asked = request("r", [7], kv_transfer_params={"kvtally": {"ticket": "t", "role": "prefill"}})
+    scheduler.on_new_request(asked)
+    found(scheduler, asked)
+    computed(scheduler, asked, 1)
+    answer = scheduler.finished(asked, [[1]])
+    assert (answer.saved_tokens, answer.reason) == (0, "no_gain")
+
+
+@pytest.mark.parametrize(("held", "reason"), [(0, "no_gain"), (16, "")])
+def test_what_is_computed_at_once_says_so_where_nothing_of_it_is_held(
+    half: Callable[..., Any], filed: Filed, held: int, reason: str
+) -> None:
+    scheduler = half(FULL)
+    scheduler._asking.is_trifle = lambda track, tokens: tokens < CHUNK
+    asked = request("r", list(range(40)))
+    scheduler.on_new_request(asked)
+    assert scheduler.matched_tokens(asked, held) == (0, False)
+    asked.num_computed_tokens = held
+    computed(scheduler, asked, 40 - held)
+    (told,) = filed
+    assert (told.tokens_gpu, told.computed_tokens, told.reason) == (held, 40 - held, reason)
+
+
 # ---- streaming input
 
 
