@@ -5,29 +5,21 @@
     GET  /inspect              the whole stats tree; /inspect/namespaces a part of it
     POST /reset?namespace=HEX  forget a namespace; needs `Authorization: Bearer TOKEN`
 
-Owns the routes and who may use them. Plain HTTP without TLS, hence never off this machine; a browser on this machine is
-kept out by the Host check (a page elsewhere cannot make its own name resolve to us) and by the token.
-Neighbours: `connections.Hub` (what is asked), `server` (starts and stops it).
+Owns the routes, who may use them, and how many connections there are. Plain HTTP without TLS, hence never off this
+machine; a browser on this machine is kept out by the Host check (a page elsewhere cannot make its own name resolve to
+us) and by the token. Neighbours: `connections.Hub` (what is asked), `server` (starts and stops it).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 
 import msgspec
-import uvicorn
+from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.applications import Starlette
-from starlette.datastructures import Headers
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvtally.errors import ConfigError
 from kvtally.store.connections import Hub
@@ -35,8 +27,11 @@ from kvtally.store.listen import is_loopback
 from kvtally.store.metrics import render
 from kvtally.units import split_address
 
-_CONCURRENT_REQUESTS = 32
-_STOP_TIMEOUT_S = 1
+MOST_CONNECTIONS = 32
+_IDLE_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 1.0
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.Response]]
 
 
 def check_admin(address: str) -> None:
@@ -53,103 +48,117 @@ def check_admin(address: str) -> None:
 
 async def start_admin(hub: Hub, listener: socket.socket, *, token: str) -> Callable[[], Awaitable[None]]:
     """Serve on a listening socket; returns how to stop it."""
-    server = _Server(create_app(hub, token=token))
-    task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
-
-    async def stop() -> None:
-        server.stopping.set()
-        await task
-
-    return stop
+    runner = web.ServerRunner(AdminServer(Admin(hub, token)), shutdown_timeout=_STOP_TIMEOUT_S)
+    await runner.setup()
+    await web.SockSite(runner, listener).start()
+    return runner.cleanup
 
 
-def create_app(hub: Hub, *, token: str) -> Starlette:
-    async def health(request: Request) -> Response:
-        stats = hub.stats()
-        tiers = {tier["name"]: tier["state"] for tier in stats["tiers"]}  # type: ignore[attr-defined]
-        populated = hub.arena.populated_bytes / hub.arena.size_bytes
-        status = "ok" if all(state == "ok" for state in tiers.values()) else "degraded"
-        return _json({"status": status, "uptime_s": stats["uptime_s"], "populated": populated, "tiers": tiers})
+class Admin:
+    """Answers requests."""
 
-    async def metrics(request: Request) -> Response:
-        return Response(render(hub.stats), media_type=CONTENT_TYPE_LATEST)
+    def __init__(self, hub: Hub, token: str) -> None:
+        self._hub = hub
+        self._token = token
+        self._handlers: dict[tuple[str, str], Handler] = {
+            ("GET", "/health"): self._health,
+            ("GET", "/metrics"): self._metrics,
+            ("GET", "/inspect"): self._inspect,
+            ("GET", "/inspect/namespaces"): self._namespaces,
+            ("POST", "/reset"): self._reset,
+        }
 
-    async def inspect(request: Request) -> Response:
-        return _json(hub.stats())
+    async def handle(self, request: web.BaseRequest) -> web.Response:
+        # Only requests that were addressed to this machine by a name of its own: against DNS rebinding.
+        if not is_loopback(_host_name(request.headers.get("Host", ""))):
+            remedy = "Use http://127.0.0.1:PORT, http://localhost:PORT or http://[::1]:PORT."
+            return _refused(403, "KV-205", "the Host header does not name this machine", remedy)
+        method = "GET" if request.method == "HEAD" else request.method  # a HEAD's body is not sent
+        handler = self._handlers.get((method, request.path))
+        if handler is not None:
+            return await handler(request)
+        paths = [path for _, path in self._handlers]
+        if request.path in paths:
+            return web.Response(status=405, text=f"not with {request.method[:16]}\n")
+        return web.Response(status=404, text=f"this store answers {', '.join(paths)}\n")
 
-    async def namespaces(request: Request) -> Response:
-        return _json(hub.stats()["namespaces"])
+    async def _health(self, request: web.BaseRequest) -> web.Response:
+        health = self._hub.health()
+        status = "ok" if all(state == "ok" for state in health.tiers.values()) else "degraded"
+        populated = self._hub.arena.populated_bytes / self._hub.arena.size_bytes
+        return _json({"status": status, "uptime_s": health.uptime_s, "populated": populated, "tiers": health.tiers})
 
-    async def reset(request: Request) -> Response:
-        refusal = _unauthorised(request, token)
+    async def _metrics(self, request: web.BaseRequest) -> web.Response:
+        return web.Response(body=render(self._hub.stats), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _inspect(self, request: web.BaseRequest) -> web.Response:
+        return _json(self._hub.stats())
+
+    async def _namespaces(self, request: web.BaseRequest) -> web.Response:
+        return _json(self._hub.stats()["namespaces"])
+
+    async def _reset(self, request: web.BaseRequest) -> web.Response:
+        refusal = _unauthorised(request, self._token)
         if refusal is not None:
             return refusal
-        text = request.query_params.get("namespace", "")
-        known = [item["digest"] for item in hub.stats()["namespaces"]]  # type: ignore[attr-defined]
+        text = request.query.get("namespace", "")
+        known = [item["digest"] for item in self._hub.stats()["namespaces"]]  # type: ignore[attr-defined]
         if text not in known:
             remedy = "Give the whole digest as /inspect/namespaces shows it: /reset?namespace=HEX."
             return _refused(404, "KV-206", f"no namespace {text[:64]!r} here", remedy)
-        end = await hub.reset(bytes.fromhex(text))
+        end = await self._hub.reset(bytes.fromhex(text))
         return _refused(503, end.code, end.message, end.remedy) if end.code else _json({"objects": end.objects})
 
-    return Starlette(
-        routes=[
-            Route("/health", health),
-            Route("/metrics", metrics),
-            Route("/inspect", inspect),
-            Route("/inspect/namespaces", namespaces),
-            Route("/reset", reset, methods=["POST"]),
-        ],
-        middleware=[Middleware(LoopbackHost)],
-    )
 
+class AdminServer(web.Server):
+    """aiohttp's server with a bound on connections that shuts nobody out: one more ends the one that has been idle for
+    longest. So a few that say nothing, or send a request byte by byte, cost whoever keeps them open, and nobody else.
+    """
 
-class LoopbackHost:
-    """Answers only requests that were addressed to this machine by a name of its own (against DNS rebinding)."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self._app
-        if scope["type"] == "http" and not is_loopback(_host_name(Headers(scope=scope).get("host", ""))):
-            remedy = "Use http://127.0.0.1:PORT, http://localhost:PORT or http://[::1]:PORT."
-            answer = _refused(403, "KV-205", "the Host header does not name this machine", remedy)
-        await answer(scope, receive, send)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn as a guest: no signal handlers of its own, no waking up ten times a second to see if it should end."""
-
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, admin: Admin) -> None:
         super().__init__(
-            uvicorn.Config(
-                app,
-                log_config=None,  # logging is the process's
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                server_header=False,
-                limit_concurrency=_CONCURRENT_REQUESTS,
-                timeout_graceful_shutdown=_STOP_TIMEOUT_S,
-            )
+            self._answer, access_log=None, keepalive_timeout=_IDLE_TIMEOUT_S, lingering_time=0, auto_decompress=False
         )
-        self.stopping = asyncio.Event()
+        self._admin = admin
+        self._idle: dict[web.RequestHandler, asyncio.Transport] = {}  # without a whole request, longest first
+        self._answering: dict[web.RequestHandler, asyncio.Transport] = {}
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if len(self._idle) + len(self._answering) >= MOST_CONNECTIONS:
+            oldest, connection = next(iter((self._idle or self._answering).items()))
+            self._forget(oldest)
+            connection.abort()
+        self._idle[handler] = transport
 
-    async def main_loop(self) -> None:
-        await self.stopping.wait()
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        self._forget(handler)
+
+    def _forget(self, handler: web.RequestHandler) -> None:
+        self._idle.pop(handler, None)
+        self._answering.pop(handler, None)
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        handler = request.protocol
+        transport = self._idle.pop(handler, None)
+        if transport is not None:
+            self._answering[handler] = transport
+        try:
+            response = await self._admin.handle(request)
+        finally:
+            transport = self._answering.pop(handler, None)
+            if transport is not None:
+                self._idle[handler] = transport
+        response.headers["Server"] = "kvtally"
+        return response
 
 
-def _unauthorised(request: Request, token: str) -> Response | None:
+def _unauthorised(request: web.BaseRequest, token: str) -> web.Response | None:
     if not token:
         remedy = "Start the store with a token (token_file) to allow calls that change something."
         return _refused(403, "KV-205", "this store has no token, so nothing can be changed over HTTP", remedy)
-    given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+    given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
     if not hmac.compare_digest(given, f"Bearer {token}".encode()):
         remedy = "Send `Authorization: Bearer TOKEN` with the store's token."
         return _refused(401, "KV-205", "the token is missing or wrong", remedy)
@@ -163,13 +172,12 @@ def _host_name(header: str) -> str:
     return header.partition(":")[0]
 
 
-def _json(tree: object) -> Response:
-    return Response(msgspec.json.encode(tree), media_type="application/json")
+def _json(tree: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(tree), status=status, content_type="application/json")
 
 
-def _refused(status: int, code: str, message: str, remedy: str) -> Response:
-    content = msgspec.json.encode({"code": code, "message": message, "remedy": remedy})
-    return Response(content, status_code=status, media_type="application/json")
+def _refused(status: int, code: str, message: str, remedy: str) -> web.Response:
+    return _json({"code": code, "message": message, "remedy": remedy}, status)
 
 
 def _wrong_address(address: str, why: str) -> ConfigError:

@@ -25,7 +25,7 @@ from kvtally.errors import CapacityError, IncompatibleError, KVTallyError, Trans
 from kvtally.store.arena import Arena
 from kvtally.store.mover import Batch, Mover
 from kvtally.store.resets import ResetEnd
-from kvtally.store.store import Store
+from kvtally.store.store import Health, Store
 from kvtally.wire.auth import proof
 from kvtally.wire.frames import encode, request_reader
 from kvtally.wire.limits import SECOND_NS, Limits
@@ -102,6 +102,9 @@ class Hub:
         self.store.reset(digest, time.monotonic_ns(), lambda end: None if ended.done() else ended.set_result(end))
         self.flush()
         return await ended
+
+    def health(self) -> Health:
+        return self.store.health(time.monotonic_ns())
 
     def stats(self) -> dict[str, object]:
         """The store's tree, and what only its shell knows."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 
@@ -53,10 +54,17 @@ from kvtally.wire.messages import (
     Welcome,
 )
 
-__all__ = ["Store", "TierInfo"]
+__all__ = ["Health", "Store", "TierInfo"]
 
 LONGEST_NAME = 200  # characters of what a peer calls itself or its model, in stats: all of them must fit into one frame
 HALF_TEXT_BYTES = 1_024  # all the texts of a receipt's half: a thousand receipts must fit into one frame
+
+
+class Health(NamedTuple):
+    """What a probe asks for: all of it at hand, however much the store holds."""
+
+    uptime_s: float
+    tiers: dict[str, str]  # name -> state
 
 
 class Store:
@@ -369,13 +377,20 @@ class Store:
         jobs, self._context.jobs = self._context.jobs, []
         return jobs
 
+    def health(self, now_ns: int) -> Health:
+        tiers = {tier.info.name: tier.state(now_ns) for tier in self._context.tiers}
+        return Health(self._uptime_s(now_ns), tiers)
+
+    def _uptime_s(self, now_ns: int) -> float:
+        return (now_ns - self._started_ns) / 1e9
+
     def stats(self, now_ns: int) -> dict[str, object]:
         """Everything there is to see, as one tree; `kvtally stat`, /inspect and /metrics all read this."""
         context, counts, residency = self._context, self._context.counts, self._residency
         return {
             "store": self._name,
             "version": self._version,
-            "uptime_s": (now_ns - self._started_ns) / 1e9,
+            "uptime_s": self._uptime_s(now_ns),
             "verify_reads": self._verify_reads,
             "arena": {
                 "capacity_bytes": residency.space.capacity_bytes,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtally.config import StoreConfig
 from kvtally.core.keys import ObjectKey
 from kvtally.errors import TierError
+from kvtally.store.admin import MOST_CONNECTIONS
 from kvtally.store.metrics import EACH, METRICS, Kind, render, samples
 from kvtally.store.server import StoreServer
 from kvtally.store.tiers.base import ObjectRecord, Tier
@@ -198,3 +201,47 @@ def test_without_a_token_nothing_can_be_changed(bench: Bench) -> None:
 def test_only_names_of_this_machine_are_answered(bench: Bench, host: str, status: int) -> None:
     running = bench.start(admin="127.0.0.1:0")
     assert request(running, "/inspect", Host=host).status == status
+
+
+def idle_connections(running: Running, count: int, said: bytes = b"") -> list[socket.socket]:
+    connections = []
+    for _ in range(count):
+        connection = socket.create_connection(("127.0.0.1", running.server.admin_port), timeout=HANG_S)
+        connection.sendall(said)
+        connections.append(connection)
+    return connections
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"GET /health HT",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"POST /reset HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n",
+    ],
+    ids=["nothing", "half a request", "kept alive", "a body that never comes"],
+)
+def test_idle_connections_shut_nobody_out(bench: Bench, said: bytes) -> None:
+    running = bench.start(admin="127.0.0.1:0")
+    with contextlib.ExitStack() as stack:
+        for connection in idle_connections(running, 3 * MOST_CONNECTIONS, said):
+            stack.enter_context(connection)
+            assert request(running, "/health").status == 200
+
+
+def test_the_connection_that_was_idle_for_longest_makes_way(bench: Bench) -> None:
+    running = bench.start(admin="127.0.0.1:0")
+    with contextlib.ExitStack() as stack:
+        first, second, *_ = map(stack.enter_context, idle_connections(running, MOST_CONNECTIONS))
+        assert request(running, "/health").status == 200
+        assert first.recv(1) == b""
+        second.sendall(b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        assert second.recv(12) == b"HTTP/1.0 200"
+
+
+def test_a_head_has_no_body_and_other_paths_are_named(bench: Bench) -> None:
+    running = bench.start(admin="127.0.0.1:0")
+    assert request(running, "/health", "HEAD") == (200, b"")
+    missing = request(running, "/")
+    assert (missing.status, b"/inspect/namespaces" in missing.body) == (404, True)
