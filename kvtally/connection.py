@@ -26,9 +26,9 @@ import weakref
 from dataclasses import dataclass, field
 
 from kvtally import __version__
+from kvtally.config.units import split_address
 from kvtally.errors import ConfigError, IncompatibleError, TransportError
 from kvtally.shm import Mapping, map_arena
-from kvtally.units import split_address
 from kvtally.wire.auth import proof
 from kvtally.wire.frames import reply_reader
 from kvtally.wire.limits import Limits

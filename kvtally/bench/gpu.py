@@ -33,8 +33,8 @@ from kvtally.bench.gpu_arms import QUICK, Bench, EngineBench, Job, Scale
 from kvtally.bench.gpu_copies import CASES, MeasureCopies, Measured, MeasureLimits, Probe
 from kvtally.bench.gpu_engine import SHAPES
 from kvtally.bench.gpu_report import ENGINES, Figures, Machine, complete, page
+from kvtally.config.sizes import available_memory_bytes
 from kvtally.errors import ConfigError, KVTallyError
-from kvtally.machine import available_memory_bytes
 
 PARTS = ("limits", "copies", "repeat", "busy")
 BUSY_SHAPES = ("dense-8b",)

@@ -25,10 +25,10 @@ from kvtally.bench.gpu_report import Arm, Busy, BusyArm, DiskArm, Figures, Repea
 from kvtally.bench.processes import Daemon, drop_pages
 from kvtally.bench.repeat import Ledger
 from kvtally.bench.repeat_report import view
+from kvtally.config.sizes import disk_usable_bytes
+from kvtally.config.units import human_size
 from kvtally.core.receipts import Half
 from kvtally.errors import TransportError
-from kvtally.machine import disk_usable_bytes
-from kvtally.units import human_size
 
 START_S = 420.0  # kernels are compiled the first time
 ASK_S = 120.0

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtally.bench.repeat_report import Target, View
-from kvtally.units import human_size
+from kvtally.config.units import human_size
 
 GBPS_TARGET = 50.0
 LIMIT_TARGET = 0.9

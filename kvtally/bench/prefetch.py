@@ -36,8 +36,8 @@ from kvtally.bench.processes import Daemon, drop_pages
 from kvtally.bench.repeat import Engine, Ledger
 from kvtally.bench.repeat_engine import Answer, Start
 from kvtally.bench.repeat_report import Outputs, are_equal
+from kvtally.config.units import human_size
 from kvtally.errors import ConfigError
-from kvtally.units import human_size
 from kvtally.wire.limits import MIB
 
 BURST_S = 300.0

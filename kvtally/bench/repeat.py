@@ -37,10 +37,10 @@ from kvtally.bench.repeat_engine import Answer, Ask, Ready, Start
 from kvtally.bench.repeat_report import Figures, Outputs, are_equal, difference, judge, own_difference, page, view
 from kvtally.cli.render import read_stats
 from kvtally.client import Call, Miss, StoreClient
+from kvtally.config.sizes import available_memory_bytes
+from kvtally.config.units import parse_size
 from kvtally.core.receipts import Half, Receipt
 from kvtally.errors import ConfigError, TransportError
-from kvtally.machine import available_memory_bytes
-from kvtally.units import parse_size
 from kvtally.wire.limits import MIB
 
 START_S = 900.0  # a large model's weights take their time

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtally.bench.repeat_engine import Answer
+from kvtally.config.units import human_size
 from kvtally.core.receipts import Half
-from kvtally.units import human_size
 
 LOGPROB_TOLERANCE = 1e-3
 REPEAT_TARGET = 1.15

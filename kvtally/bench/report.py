@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvtally.units import human_size
+from kvtally.config.units import human_size
 
 
 class Latency(msgspec.Struct, frozen=True):

@@ -35,9 +35,9 @@ from kvtally import __version__
 from kvtally.bench.command import leaving, place
 from kvtally.bench.processes import Daemon
 from kvtally.bench.route_parts import Outcome, Task
+from kvtally.config.units import human_size
 from kvtally.errors import TransportError
 from kvtally.machine import ending_with_us, free_ports, own_environment
-from kvtally.units import human_size
 from kvtally.up.machine import direct
 from kvtally.wire.limits import MIB
 

@@ -57,9 +57,9 @@ from kvtally.bench.tasks import (
     Task,
     Window,
 )
+from kvtally.config.sizes import available_memory_bytes
+from kvtally.config.units import human_size, parse_size
 from kvtally.errors import ConfigError
-from kvtally.machine import available_memory_bytes
-from kvtally.units import human_size, parse_size
 from kvtally.wire.limits import MIB, SECOND_NS
 
 BOUNDARIES = PROMPT_TOKENS // CHUNK_TOKENS

@@ -12,8 +12,8 @@ import typer
 
 from kvtally.cli.options import ConfigOption, JsonOption, SocketOption
 from kvtally.config import load
+from kvtally.config.units import printable
 from kvtally.errors import ConfigError, KVTallyError, TransportError
-from kvtally.units import printable
 
 if TYPE_CHECKING:  # costs 0.1 s, which `kvtally --help` need not pay
     from rich.console import RenderableType

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtally.config import DEFAULT_FILE, FILE_VARIABLE
-from kvtally.settings import SETTINGS
+from kvtally.config.table import SETTINGS
 
 
 def setting_option(key: str, metavar: str) -> Any:

@@ -15,9 +15,9 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from kvtally.cli.terminal import NO_EDGE, columns, wrapped
+from kvtally.config.units import human_size, printable
 from kvtally.core.receipts import Half, Receipt, Verdict
 from kvtally.errors import IncompatibleError
-from kvtally.units import human_size, printable
 
 HEAD_ROWS = 2
 GAP = "  "  # between columns

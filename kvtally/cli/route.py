@@ -9,9 +9,9 @@ import typer
 
 from kvtally.cli.options import ConfigOption, SocketOption, setting_option
 from kvtally.config import RouterConfig, load
+from kvtally.config.table import SETTINGS
 from kvtally.errors import ConfigError
 from kvtally.log import LogFormat, configure
-from kvtally.settings import SETTINGS
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import typer
 
 from kvtally.cli.options import ConfigOption, JsonOption
 from kvtally.config import Settings, Shown, load
-from kvtally.settings import SETTINGS
-from kvtally.units import human_size
+from kvtally.config.table import SETTINGS
+from kvtally.config.units import human_size
 
 
 def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:

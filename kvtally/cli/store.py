@@ -9,9 +9,9 @@ import typer
 
 from kvtally.cli.options import ConfigOption, SocketOption, setting_option
 from kvtally.config import StoreConfig, load
+from kvtally.config.table import SETTINGS
+from kvtally.config.units import human_size
 from kvtally.log import LogFormat, configure
-from kvtally.settings import SETTINGS
-from kvtally.units import human_size
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtally.machine import state_directory
+from kvtally.config.directories import state_directory
 
 if TYPE_CHECKING:  # `kvtally --help` need not pay for these
     from kvtally.up.file import Deployment

@@ -10,8 +10,8 @@ import typer
 
 from kvtally.cli.options import JsonOption
 from kvtally.cli.terminal import columns, wrapped
+from kvtally.config.units import printable
 from kvtally.errors import ConfigError
-from kvtally.units import printable
 
 if TYPE_CHECKING:  # `kvtally --help` need not pay for these
     from kvtally.verify.judge import Observation, Report

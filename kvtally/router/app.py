@@ -33,6 +33,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvtally.config import RouterConfig
+from kvtally.config.units import split_address
 from kvtally.connection import endpoint
 from kvtally.errors import ConfigError, RouteError
 from kvtally.router.flavours import FLAVOURS
@@ -44,7 +45,6 @@ from kvtally.router.requestlog import RequestLog
 from kvtally.router.stores import StoreReader
 from kvtally.router.tally import Tally
 from kvtally.router.tenants import Tenants, load_secret
-from kvtally.units import split_address
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Sequence
 
 import aiohttp
 
+from kvtally.config.instances import Instance
 from kvtally.core.routing import Candidate, Held, choose
 from kvtally.errors import ConfigError
-from kvtally.instances import Instance
 from kvtally.router.upstream import EngineClient
 
 logger = logging.getLogger(__name__)

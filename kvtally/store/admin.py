@@ -21,11 +21,11 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from kvtally.config.units import split_address
 from kvtally.errors import ConfigError
 from kvtally.store.connections import Hub
 from kvtally.store.listen import is_loopback
 from kvtally.store.metrics import render
-from kvtally.units import split_address
 
 MOST_CONNECTIONS = 32
 _IDLE_TIMEOUT_S = 60.0

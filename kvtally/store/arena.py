@@ -18,11 +18,11 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from kvtally.config.sizes import available_memory_bytes
+from kvtally.config.units import human_size
 from kvtally.core.space import Piece
 from kvtally.errors import ConfigError
-from kvtally.machine import available_memory_bytes
 from kvtally.shm import map_arena
-from kvtally.units import human_size
 from kvtally.wire.limits import MIB
 
 _POPULATE_STEP_BYTES = 64 * MIB  # one madvise call: long enough to be cheap, short enough to stop between two

@@ -19,8 +19,8 @@ import struct
 from pathlib import Path
 
 from kvtally.config import LONGEST_SOCKET_PATH_BYTES
+from kvtally.config.units import split_address
 from kvtally.errors import ConfigError
-from kvtally.units import split_address
 
 _BACKLOG = 128
 

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from kvtally import __version__
 from kvtally.config import StoreConfig
+from kvtally.config.units import human_size
 from kvtally.errors import CapacityError, ConfigError, IncompatibleError, IntegrityError, KVTallyError, TierError
 from kvtally.store.admin import check_admin, start_admin
 from kvtally.store.arena import Arena, check_fits
@@ -47,7 +48,6 @@ from kvtally.store.store import Store, TierInfo
 from kvtally.store.tiers.base import Tier
 from kvtally.store.tiers.files import open_disk
 from kvtally.store.tiers.limited import LimitedTier
-from kvtally.units import human_size
 from kvtally.wire.auth import NONCE_BYTES
 from kvtally.wire.frames import encode
 from kvtally.wire.limits import Limits

@@ -20,10 +20,10 @@ from typing import Annotated
 import msgspec
 
 from kvtally.config import Settings, load, unknown
+from kvtally.config.table import SETTINGS
+from kvtally.config.units import split_address
+from kvtally.config.yaml_file import read_yaml
 from kvtally.errors import ConfigError
-from kvtally.settings import SETTINGS
-from kvtally.units import split_address
-from kvtally.yaml_file import read_yaml
 
 EXAMPLE = "See examples/pd.yaml for the form."
 MOST_INSTANCES = 64

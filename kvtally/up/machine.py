@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvtally.client import Miss, StoreClient
+from kvtally.config.sizes import available_memory_bytes
 from kvtally.errors import ConfigError
-from kvtally.machine import available_memory_bytes
 from kvtally.up.file import Deployment
 from kvtally.up.plan import Host, Process
 

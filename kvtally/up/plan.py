@@ -15,8 +15,8 @@ from math import prod
 
 import msgspec
 
+from kvtally.config.units import split_address
 from kvtally.errors import ConfigError
-from kvtally.units import split_address
 from kvtally.up.file import Argument, Deployment, Pool, Role, Scalar
 
 LOOPBACK = "127.0.0.1"

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from math import lcm
 
+from kvtally.config.units import human_size
 from kvtally.core.namespace import GroupKind, Namespace
-from kvtally.units import human_size
 
 
 def advice(namespace: Namespace, *, block_tokens: int, interval_tokens: int | None, step_tokens: int) -> str | None:

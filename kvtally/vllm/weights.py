@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
+from kvtally.config.directories import cache_directory
 from kvtally.errors import IncompatibleError
-from kvtally.machine import cache_directory
 
 log = logging.getLogger("kvtally.vllm")
 

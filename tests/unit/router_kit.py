@@ -16,7 +16,7 @@ import uvloop
 from yarl import URL
 
 from kvtally.config import RouterConfig
-from kvtally.instances import Instance
+from kvtally.config.instances import Instance
 from kvtally.router.app import Router, running
 from tests.unit.fake_vllm import FakeVLLM
 from tests.unit.shell import Bench

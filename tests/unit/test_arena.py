@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvtally import shm
+from kvtally.config.sizes import available_memory_bytes
 from kvtally.core.space import Piece
 from kvtally.errors import ConfigError
-from kvtally.machine import available_memory_bytes
 from kvtally.shm import map_arena
 from kvtally.store.arena import Arena
 from kvtally.wire.limits import MIB

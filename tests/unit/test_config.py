@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtally import machine
-from kvtally.config import LONGEST_SOCKET_PATH_BYTES, ConnectorConfig, Origin, Settings, StoreConfig, load
+from kvtally.config import LONGEST_SOCKET_PATH_BYTES, ConnectorConfig, Origin, Settings, StoreConfig, load, sizes
+from kvtally.config.sizes import available_memory_bytes
+from kvtally.config.table import SETTINGS, settings_table
+from kvtally.config.units import human_size, parse_size, split_address
 from kvtally.errors import ConfigError, Disposition
-from kvtally.machine import available_memory_bytes
-from kvtally.settings import SETTINGS, settings_table
-from kvtally.units import human_size, parse_size, split_address
 from kvtally.wire.limits import MIB
 
 ROOT = Path(__file__).parents[2]
@@ -339,13 +338,13 @@ class TestDisk:
     ) -> None:
         monkeypatch.setattr(os, "statvfs", lambda path: _FileSystem(free_bytes=100 * MIB))
         held = tmp_path / "d" / "deeper" / "data"
-        assert machine.disk_usable_bytes(tmp_path / "d") == 100 * MIB
+        assert sizes.disk_usable_bytes(tmp_path / "d") == 100 * MIB
         held.parent.mkdir(parents=True)
         held.write_bytes(os.urandom(4 * MIB))
         held_bytes = held.stat().st_blocks * 512
-        assert machine.disk_usable_bytes(tmp_path / "d") == 100 * MIB + held_bytes
+        assert sizes.disk_usable_bytes(tmp_path / "d") == 100 * MIB + held_bytes
         monkeypatch.setattr(os, "walk", lambda path: [(str(held.parent), [], ["data", "replaced-by-a-store"])])
-        assert machine.disk_usable_bytes(tmp_path / "d") == 100 * MIB + held_bytes
+        assert sizes.disk_usable_bytes(tmp_path / "d") == 100 * MIB + held_bytes
 
 
 class _FileSystem:

@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from kvtally import settings as table
-from kvtally.config import RouterConfig, load
+from kvtally.config import RouterConfig, load, table
+from kvtally.config.instances import Instance, parse_instance
 from kvtally.core.receipts import Half, Receipt, Role, Verdict
 from kvtally.core.routing import Skip
 from kvtally.errors import ConfigError, RouteError
-from kvtally.instances import Instance, parse_instance
 from kvtally.router import body as bodies
 from kvtally.router import headers as header
 from kvtally.router.body import Kind

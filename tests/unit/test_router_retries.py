@@ -14,9 +14,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from kvtally.config.instances import Instance
 from kvtally.connection import Endpoint, endpoint
 from kvtally.core.receipts import Half, Role
-from kvtally.instances import Instance
 from kvtally.router import intake, proxy
 from kvtally.router.pool import Member, check
 from kvtally.router.stores import StoreReader

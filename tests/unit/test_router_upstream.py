@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from kvtally.instances import Instance
+from kvtally.config.instances import Instance
 from kvtally.router.engines import Failure, Leg, ask
 from kvtally.router.pool import Member
 from kvtally.router.upstream import HIGH_WATER_BYTES, EngineClient, Response, _Connection

@@ -14,8 +14,8 @@ from typing import ClassVar, NamedTuple
 
 import msgspec
 
+from kvtally.config.instances import Instance
 from kvtally.core.receipts import Half, Role
-from kvtally.instances import Instance
 
 Params = dict[str, object]  # a request's `kv_transfer_params`
 Ask = Callable[[str], Awaitable[object]]  # GET this URL, decode its JSON; raises OSError or ValueError

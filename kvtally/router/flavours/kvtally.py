@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from kvtally.config.instances import Instance
 from kvtally.core import handoff
 from kvtally.core.handoff import KEY
-from kvtally.instances import Instance
 from kvtally.router.flavours.base import Ask, Flavour, Handoff, Opening, Params, PrefillAnswer
 
 UNREACHABLE = "store_unreachable"

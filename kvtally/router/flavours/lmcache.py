@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvtally.config.instances import Instance
 from kvtally.core.receipts import Half, Role
-from kvtally.instances import Instance
 from kvtally.router.flavours.base import (
     Ask,
     Flavour,

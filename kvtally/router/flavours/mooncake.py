@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvtally.instances import Instance
+from kvtally.config.instances import Instance
 from kvtally.router.flavours.base import Ask, Flavour, Handoff, Opening, Params, PrefillAnswer, prefill_half
 
 

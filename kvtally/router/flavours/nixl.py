@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from kvtally.instances import Instance
+from kvtally.config.instances import Instance
 from kvtally.router.flavours.base import Ask, Flavour, Handoff, Opening, Params, PrefillAnswer, prefill_half
 
 _Word = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]

@@ -20,19 +20,14 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvtally.config.directories import runtime_directory, state_directory
+from kvtally.config.instances import Instance, parse_instance
+from kvtally.config.sizes import available_memory_bytes, disk_total_bytes, disk_usable_bytes
+from kvtally.config.table import FLAVOURS, SECTIONS, SETTINGS, SHORTEST_TOKEN
+from kvtally.config.units import human_size, is_loopback, parse_size, split_address
+from kvtally.config.yaml_file import read_text, read_yaml
 from kvtally.errors import ConfigError
-from kvtally.instances import Instance, parse_instance
-from kvtally.machine import (
-    available_memory_bytes,
-    disk_total_bytes,
-    disk_usable_bytes,
-    runtime_directory,
-    state_directory,
-)
-from kvtally.settings import FLAVOURS, SECTIONS, SETTINGS, SHORTEST_TOKEN
-from kvtally.units import human_size, is_loopback, parse_size, split_address
 from kvtally.wire.limits import KIB, MIB
-from kvtally.yaml_file import read_text, read_yaml
 
 SMALLEST_BYTES = 16 * MIB  # of an arena or a disk tier: below that not one object of a large model fits
 SMALLEST_READ_BYTES_S = 64 * KIB

@@ -1,0 +1,36 @@
+"""Settings: what they are, where they are given, and what the store, the connector and the router make of them.
+
+    table (every setting, once) ◀─ load (file, environment, flags; reads and checks) ─▶ StoreConfig, RouterConfig, ...
+
+`units` and `instances` say how people write sizes, addresses and engines, `yaml_file` reads files, `sizes` and
+`directories` say what this machine has. Neighbours: `cli` (left); `store.server`, `router.app` and `vllm.connector`
+(right).
+"""
+
+from kvtally.config.load import (
+    DEFAULT_FILE,
+    FILE_VARIABLE,
+    LONGEST_SOCKET_PATH_BYTES,
+    ConnectorConfig,
+    Origin,
+    RouterConfig,
+    Settings,
+    Shown,
+    StoreConfig,
+    load,
+    unknown,
+)
+
+__all__ = [
+    "DEFAULT_FILE",
+    "FILE_VARIABLE",
+    "LONGEST_SOCKET_PATH_BYTES",
+    "ConnectorConfig",
+    "Origin",
+    "RouterConfig",
+    "Settings",
+    "Shown",
+    "StoreConfig",
+    "load",
+    "unknown",
+]
