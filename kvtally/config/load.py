@@ -71,6 +71,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     on_unsupported: str = "refuse"
     allow_untested: bool = False
     model_identity: str = ""
+    on_reset: str = "part"
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -203,6 +204,7 @@ class Settings:
             on_unsupported=self._choice("connector.on_unsupported", ("refuse", "serve")),
             allow_untested=self._switch("connector.allow_untested", default=False),
             model_identity=self._plain("connector.model_identity"),
+            on_reset=self._choice("connector.on_reset", ("part", "keep", "forget")),
         )
 
     def router(self) -> RouterConfig:

@@ -191,6 +191,17 @@ SETTINGS: dict[str, Setting] = {
             has_flag=False,
         ),
         Setting(
+            section="connector",
+            name="on_reset",
+            description="What an engine does when vLLM resets its caches (sleep, pause, reset_prefix_cache with "
+            "reset_connector) because its weights may change: part (share nothing with others until its next start), "
+            "keep (its weights never change: forget nothing) or forget (empty its namespace for all engines: they all "
+            "get the same new weights).",
+            default="part",
+            example="keep",
+            has_flag=False,
+        ),
+        Setting(
             section="router",
             name="listen",
             description="Address that clients connect to.",

@@ -13,8 +13,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -65,6 +67,10 @@ RESET_S = 5.0  # how long a reset of the cache may stop the engine
 # An engine that has nothing to compute steps in a tight loop until transfers are done, and takes the interpreter from
 # the thread that carries them out. In such steps it waits for that thread instead, so long at most.
 IDLE_WAIT_S = 0.005
+FINISH_S = 5.0  # how long the last request of an in-process engine may wait for saves
+
+# The worker halves of this process, by the id of their engine.
+workers: WeakValueDictionary[str, WorkerHalf] = WeakValueDictionary()
 
 failures: Counter[str] = Counter()  # exceptions that the edge has turned into misses, by method
 
@@ -99,6 +105,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._inquiries: Inquiries | None = None
+        self._neighbour: WorkerHalf | None = None  # of the scheduler half of an in-process engine: its only worker
         self._results = Results()
         self._callers_exception: BaseException | None = None  # what our caller was handling when the step began
         transfer = vllm_config.kv_transfer_config
@@ -156,8 +163,11 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
             prefetch=settings.prefetch,
             always_load=settings.always_load,
             names_images=names_images(config),
+            on_reset=settings.on_reset,
             events=events,
         )
+        if _is_in_process(config) and transfer.engine_id in workers:
+            self._neighbour = workers[transfer.engine_id]
         groups = ", ".join(f"{spec.kind}×{len(spec.page_bytes[0])}/{spec.block_tokens}" for spec in layout.groups)
         log.warning(
             "kvtally: groups [%s], chunk %d tokens, namespace %s, store %s",
@@ -182,6 +192,8 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         self._layout = layout
         self._idle_wait_s = IDLE_WAIT_S if _is_alone(config) else 0.0
         self._worker = WorkerHalf(layout, rank, lambda: _client(address, name, layout, settings))
+        if config.kv_transfer_config is not None and config.kv_transfer_config.engine_id:
+            workers[config.kv_transfer_config.engine_id] = self._worker
 
     # ---- what we are
 
@@ -243,7 +255,18 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         answer = self._scheduler.finished(request, block_ids) if self._scheduler is not None else None
+        self._finish_saves()
         return False, answer.params() if answer is not None else None
+
+    @edge(lambda: None)
+    def _finish_saves(self) -> None:
+        """An in-process engine is not stepped once its last request is answered. So nobody would carry out the last
+        saves, or learn that the others are done: they are waited for here, before `generate()` returns."""
+        if self._neighbour is None or self._scheduler is None or self._scheduler.has_requests:
+            return
+        self._neighbour.save(self._scheduler.take_late_saves())
+        done = self._neighbour.finish_saves(FINISH_S)
+        self._scheduler.update_saves(WorkerReport(saved=done.saved, stored=done.stored, lost=done.lost))
 
     @edge(lambda: False)
     def has_pending_push_work(self) -> bool:
@@ -371,6 +394,11 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.stop()
         if self._inquiries is not None:
             self._inquiries.stop()
+
+
+def _is_in_process(config: VllmConfig) -> bool:
+    """Whether vLLM's `LLM` runs the engine in its caller's own process, with one worker there too."""
+    return not envs.VLLM_ENABLE_V1_MULTIPROCESSING and config.parallel_config.world_size == 1
 
 
 def _is_alone(config: VllmConfig) -> bool:

@@ -45,9 +45,10 @@ class Extras(NamedTuple):
         return chunk_extra(lora=self.lora, items=items, salt=self.salt if start == 0 else "")
 
 
-def extras_of(request: Request, lora: str) -> Extras:
-    """`lora` is the adapter's identity."""
-    return Extras(lora, request.cache_salt or "", request.mm_features)
+def extras_of(request: Request, lora: str, engine_salt: str = "") -> Extras:
+    """`lora` is the adapter's identity; `engine_salt` keeps an engine apart from all others."""
+    salt = request.cache_salt or ""
+    return Extras(lora, f"{engine_salt}\0{salt}" if engine_salt else salt, request.mm_features)
 
 
 class Path:

@@ -12,6 +12,7 @@ computed beyond. Runs in vLLM's scheduler thread.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -80,6 +81,7 @@ class SchedulerHalf:
         prefetch: bool = True,
         always_load: bool = False,
         names_images: bool = True,
+        on_reset: str = "part",
         events: SaveEvents | None = None,
     ) -> None:
         self._layout = layout
@@ -87,6 +89,8 @@ class SchedulerHalf:
         self._world_size = world_size
         self._saves = saves
         self._names_images = names_images
+        self._on_reset = on_reset
+        self._salt = ""  # keeps what this engine computed since its last reset apart from everything else
         self._manager: KVCacheManager | None = None
         self._pool: BlockPool | None = None
         self._lagging: set[str] = set()  # requests that wait until vLLM asks without divergence (see `_state_lags`)
@@ -132,7 +136,7 @@ class SchedulerHalf:
         if request.request_id in self._tracks:
             return
         adapter = self._adapters.adapter(request.lora_request)
-        path = Path(self._layout.namespace.chunk_tokens, extras_of(request, adapter.identity))
+        path = Path(self._layout.namespace.chunk_tokens, extras_of(request, adapter.identity, self._salt))
         handoff = handoff_of(request.kv_transfer_params)
         # The parts of a streaming input that are yet to come may have images, too.
         is_unnamed = not self._names_images and (bool(request.mm_features) or request.resumable)
@@ -453,6 +457,17 @@ class SchedulerHalf:
     def update(self, report: WorkerReport) -> None:
         """News from the workers, all ranks together: a step is done."""
         self._asking.step_done()
+        self.update_saves(report)
+        for request_id, load in report.loads.items():
+            known = self._reports.pop(request_id, None)
+            together = known.add(load) if known is not None else load
+            if together.ranks < self._world_size:  # ranks may be done in different steps; the lease is for all of them
+                self._reports[request_id] = together
+            else:
+                self._loaded(request_id, together)
+
+    def update_saves(self, report: WorkerReport) -> None:
+        """The part of a report that is about saves."""
         if self.events is not None:
             for job, ranks in report.stored.items():
                 self.events.stored(job, ranks)
@@ -469,13 +484,6 @@ class SchedulerHalf:
             self._unhold([job])
             if self.events is not None:
                 self.events.ended(job)
-        for request_id, load in report.loads.items():
-            known = self._reports.pop(request_id, None)
-            together = known.add(load) if known is not None else load
-            if together.ranks < self._world_size:  # ranks may be done in different steps; the lease is for all of them
-                self._reports[request_id] = together
-            else:
-                self._loaded(request_id, together)
 
     def _loaded(self, request_id: str, load: LoadReport) -> None:
         track = self._tracks.get(request_id)
@@ -496,15 +504,37 @@ class SchedulerHalf:
         """Whether the engine must go on stepping although it has no requests: blocks are held for saves."""
         return bool(self._held or self._late_saves)
 
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._tracks)
+
+    def take_late_saves(self) -> list[SaveJob]:
+        """Saves of finished requests, for whoever does not wait until the next step carries them out."""
+        late, self._late_saves = self._late_saves, []
+        return late
+
     def reset(self, timeout_s: float) -> bool:
-        """Forget what the store has, and what was promised from it. False where bytes from before may yet be used."""
-        for track in self._tracks.values():
-            if track.life.is_loading:
-                continue
-            self._asking.forget(track)
-            self._let_go(track.life)
+        """vLLM's cache is void: its weights may be others from now on. False where bytes from before may yet be used.
+
+        What the store has was right when it was saved, and is right for engines whose weights stay. So it is not
+        touched: this engine gives everything that it saves or asks for from now on a name of its own. Requests that
+        are under way are neither saved nor promised anything: parts of them may be computed by either weights.
+        With `on_reset` "keep", weights stay; with "forget", everything that the namespace has is dropped, for all.
+        """
         is_quiet = not self.is_busy and not any(track.life.is_loading for track in self._tracks.values())
-        return self._inquiries.reset(timeout_s) and is_quiet
+        if self._on_reset == "keep":
+            return is_quiet
+        for track in self._tracks.values():
+            if self._on_reset == "part":
+                track.may_save, track.failure = False, MissReason.ABSENT
+            if not track.life.is_loading:
+                self._asking.forget(track)
+                self._let_go(track.life)
+        if self._on_reset == "forget":
+            return self._inquiries.reset(timeout_s) and is_quiet
+        self._salt = secrets.token_hex(16)
+        log.warning("kvtally: this engine was reset; until its next start it shares nothing with others")
+        return is_quiet
 
     # ---- the end of a request
 

@@ -37,6 +37,7 @@ from kvtally.wire.messages import MissReason, PutObject, PutStatus
 log = logging.getLogger("kvtally.vllm")
 
 IDLE_S = 0.2
+CONNECT_S = 2.0
 SAVE_PAUSE_S = 0.002  # at least, between two looks at copies: nobody waits for them, and each disturbs the engine
 ANSWER_PAUSE_S = 0.0001  # between two looks for the store's answer, while other jobs go on
 MOST_LOAD_TURNS = 4  # without one for a save
@@ -167,6 +168,17 @@ class WorkerHalf:
             self._has_told = bool(results.finished)
         return results
 
+    def finish_saves(self, timeout_s: float) -> Results:
+        """Wait until no job is under way, at most so long, and say what became of saves. Loads, and what is counted,
+        are left to `collect`."""
+        self._is_launched.set()
+        self._quiet_until_s = 0.0
+        with self._news:
+            self._news.wait_for(lambda: self._unfinished == 0, timeout_s)
+            taken = Results(saved=self._results.saved, stored=self._results.stored, lost=self._results.lost)
+            self._results.saved, self._results.stored, self._results.lost = {}, {}, {}
+        return taken
+
     def stop(self, timeout_s: float = 5.0) -> None:
         if self._thread.is_alive():
             self._jobs.put(None)
@@ -176,6 +188,7 @@ class WorkerHalf:
 
     def _run(self) -> None:
         client = self._connect()
+        client.connect(CONNECT_S)  # else the first load, right after the start, finds no session to read through
         while self._take(client):
             self._keep_quiet()
             try:

@@ -325,7 +325,9 @@ def worker(cache: Any, config: Any = None, **settings: Any) -> Any:
 
     config = config or engine()
     extra = {"model_identity": "m", **settings}
-    config.kv_transfer_config = SimpleNamespace(kv_connector_extra_config=extra, kv_load_failure_policy="fail")
+    config.kv_transfer_config = SimpleNamespace(
+        kv_connector_extra_config=extra, kv_load_failure_policy="fail", engine_id="engine"
+    )
     return KVTallyConnector(config, KVConnectorRole.WORKER, cache)
 
 

@@ -48,7 +48,9 @@ def half(inquiries: Asked) -> Callable[..., Any]:
 
     def make(*groups: GroupSpec, **settings: Any) -> Any:
         made = SchedulerHalf(layout(*groups), inquiries, world_size=1, wait_ms=2000, **settings)
-        blocks = SimpleNamespace(num_gpu_blocks=1000, blocks=range(1000), touch=lambda _: None)
+        blocks = SimpleNamespace(
+            num_gpu_blocks=1000, blocks=range(1000), touch=lambda _: None, free_blocks=lambda _: None
+        )
         made.bind(SimpleNamespace(block_pool=blocks))  # type: ignore[arg-type]
         return made
 
@@ -556,6 +558,87 @@ def test_a_state_is_asked_for_whenever_vllm_comes_to_the_request(
         asked.shared_prefix_boundary = own  # what vLLM's own cache has seen
         assert made.matched_tokens(asked, 0) == (0, False)
         assert asked.shared_prefix_boundary == 2 * CHUNK
+
+
+# ---- resets
+
+
+def asks(scheduler: Any, name: str) -> int | None:
+    """How many tokens a new request by this name may load."""
+    asked = request(name)
+    scheduler.on_new_request(asked)
+    return found(scheduler, asked)[0]
+
+
+def chains_saved(scheduler: Any, name: str) -> list[bytes]:
+    """The names under which a request that is computed is saved."""
+    asked = scheduler._tracks[name].request
+    state = SimpleNamespace(get_block_ids=lambda _: [list(range(1, 14))], boundary_state_offloads={})
+    metadata = scheduler.build_metadata(step({name: 200}, kv_connector_block_state=state))
+    asked.num_computed_tokens += 200
+    return [item.chain for job in metadata.saves for item in job.items]
+
+
+def test_a_reset_engine_parts_from_the_others_and_takes_nothing_from_them(
+    half: Callable[..., Any], bench: Bench
+) -> None:
+    """It may sleep and wake with other weights: what it had saved is not its own any more, but is still theirs."""
+    save(bench)
+    sleeper, other = half(FULL), half(FULL)
+    assert asks(sleeper, "before") == 192
+    assert sleeper.reset(5)
+    assert asks(sleeper, "after") == 0
+    assert asks(other, "other") == 192
+    after = chains_saved(sleeper, "after")
+    assert asks(sleeper, "again") == 0
+    assert chains_saved(sleeper, "again") == after  # it shares with itself
+    fresh = half(FULL)
+    fresh.on_new_request(request("fresh"))
+    found(fresh, fresh._tracks["fresh"].request)
+    fresh._tracks["fresh"].life.saved_chunks = 0
+    assert not set(after) & set(chains_saved(fresh, "fresh"))
+    sleeper._unhold(list(sleeper._held))
+    assert sleeper.reset(5)
+    asks(sleeper, "third")
+    assert not set(after) & set(chains_saved(sleeper, "third"))
+
+
+def test_requests_that_are_under_way_at_a_reset_are_not_mixed(half: Callable[..., Any], bench: Bench) -> None:
+    """vLLM preempts them and computes them again, by other weights perhaps: their old name is wrong then."""
+    save(bench)
+    scheduler, asked = half(FULL), request()
+    scheduler.on_new_request(asked)
+    assert scheduler.reset(5)
+    preempt(asked)
+    assert found(scheduler, asked) == (0, False)
+    assert chains_saved(scheduler, "r") == []
+
+
+def test_a_reset_while_blocks_are_held_fails(half: Callable[..., Any], filed: Filed) -> None:
+    scheduler = half(FULL)
+    assert asks(scheduler, "r") == 0
+    assert chains_saved(scheduler, "r")
+    for on_reset in ("part", "keep"):
+        scheduler._on_reset = on_reset
+        assert not scheduler.reset(5)
+
+
+def test_an_engine_whose_weights_stay_forgets_nothing(half: Callable[..., Any], bench: Bench) -> None:
+    save(bench)
+    scheduler = half(FULL, on_reset="keep")
+    assert scheduler.reset(5)
+    assert asks(scheduler, "after") == 192
+
+
+def test_engines_that_get_new_weights_together_forget_together(half: Callable[..., Any], bench: Bench) -> None:
+    save(bench)
+    scheduler, other = half(FULL, on_reset="forget"), half(FULL)
+    assert scheduler.reset(5)
+    assert asks(other, "other") == 0
+    after = asks(scheduler, "after")
+    assert after == 0
+    other._tracks["other"].life.saved_chunks = 0
+    assert chains_saved(scheduler, "after") == chains_saved(other, "other")  # and share again
 
 
 # ---- the configuration's name
