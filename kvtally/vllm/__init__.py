@@ -19,11 +19,13 @@ vLLM finds it by the entry point `vllm.general_plugins`, so that a user writes n
 """
 
 NAME = "KVTally"
+CLASS = "KVTallyConnector"
 
 
 def register() -> None:
     """Called by vLLM in each of its processes."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(NAME, "kvtally.vllm.connector", "KVTallyConnector")
+    for name in (NAME, CLASS):  # a MultiConnector looks its children's statistics up by the name of their class
+        if name not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(name, "kvtally.vllm.connector", CLASS)
