@@ -19,10 +19,10 @@ import msgspec
 import pytest
 
 from kvtally.errors import ConfigError, TransportError
-from kvtally.up import guard
+from kvtally.up import guard, supervise
 from kvtally.up.plan import Part, Process
 from kvtally.up.supervise import Row, State, Supervisor, bound_log, tail
-from tests.waiting import HANG_S, comes_about, eventually
+from tests.waiting import HANG_S, HOUR_S, comes_about, eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +43,7 @@ print("hello from", mode, flush=True)
 if mode == "broken" or (mode == "once" and os.path.exists(pids)):
     print("boom \\x1b[31m it is broken", flush=True)
     sys.exit(3)
-sleepers = [subprocess.Popen(["sleep", "300"], start_new_session=apart) for apart in (False, True)]
+sleepers = [subprocess.Popen(["sleep", "3600"], start_new_session=apart) for apart in (False, True)]
 with open(pids, "a") as file:
     file.write(" ".join(map(str, [os.getpid(), *(sleeper.pid for sleeper in sleepers)])) + "\\n")
 while not os.path.exists(gate):
@@ -99,7 +99,7 @@ class Yard:
         files = self.directory.glob("*.pids")
         return [pid for file in files for run in self.pids(file.stem) for pid in run]
 
-    def supervisor(self, *processes: Process, grace_s: float = 5.0, most: int = 100) -> Supervisor:
+    def supervisor(self, *processes: Process, grace_s: float = HANG_S, most: int = 100) -> Supervisor:
         return Supervisor(
             processes,
             self.logs,
@@ -110,7 +110,8 @@ class Yard:
 
 
 @pytest.fixture
-def yard(tmp_path: Path) -> Iterator[Yard]:
+def yard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Yard]:
+    monkeypatch.setattr(supervise, "GUARD_START_S", HANG_S)
     yard = Yard(tmp_path)
     yield yard
     left = [pid for pid in yard.everybody() if lives(pid)]
@@ -288,7 +289,9 @@ def test_a_life_is_counted_from_when_it_was_ready(yard: Yard) -> None:
         return 0.0 if len(lives_s) < 2 else None
 
     process = yard.server("engine", mode="once")
-    supervisor = Supervisor([process, yard.server("other")], yard.logs, tell=yard.told.append, grace_s=5, pause=pause)
+    supervisor = Supervisor(
+        [process, yard.server("other")], yard.logs, tell=yard.told.append, grace_s=HANG_S, pause=pause
+    )
 
     async def story() -> None:
         await supervisor.ready.wait()
@@ -354,7 +357,7 @@ def test_a_start_that_takes_too_long_is_ended(yard: Yard) -> None:
 
 @pytest.mark.parametrize("stops", [1, 2], ids=["after its time of grace", "at once when asked twice"])
 def test_who_does_not_listen_is_killed(yard: Yard, stops: int) -> None:
-    supervisor = yard.supervisor(yard.server("deaf", mode="stubborn"), grace_s=0.3 if stops == 1 else 300.0)
+    supervisor = yard.supervisor(yard.server("deaf", mode="stubborn"), grace_s=0.3 if stops == 1 else HOUR_S)
 
     async def story() -> None:
         await supervisor.ready.wait()
@@ -502,7 +505,7 @@ def test_a_terminal_gets_a_table(yard: Yard) -> None:
     with start_command(yard, theirs) as command:
         os.close(theirs)
         shown = b""
-        while b"stop: Ctrl-C" not in shown or not re.search(rb"engine +\S*ready\S* +\d+ +0:00:\d\d +\d+ +0", shown):
+        while b"stop: Ctrl-C" not in shown or not re.search(rb"engine +\S*ready\S* +\d+ +\d:\d\d:\d\d +\d+ +0", shown):
             shown += os.read(ours, 1 << 16)  # fails when the process ends
         command.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # the terminal's other side is closed
