@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from random import Random
@@ -99,17 +99,14 @@ class StoreProcess:
         self.disk = directory / "disk"
         self.log = directory / "store.log"
         self.options = options
-        self.starts_s: list[float] = []
         self.process: Process
         self.probe = StoreClient(str(self.socket), namespace=namespace, name="probe", timeout_s=HANG_S, jitter=Eager())
         self.start()
 
     def start(self) -> None:
-        begun = time.monotonic()
         arguments = ["-m", "kvtally", "store", "--socket", str(self.socket), "--disk", str(self.disk), *self.options]
         self.process = Process(arguments, self.log)
         eventually(lambda: self._is_served(), f"the store started; see {self.log}")
-        self.starts_s.append(time.monotonic() - begun)
 
     def stats(self, *path: str) -> Any:
         reply = self.probe.stats().wait()
@@ -123,30 +120,26 @@ class StoreProcess:
 
     def _is_served(self) -> bool:
         assert self.process.child.poll() is None, self.log.read_text()
-        if isinstance(self.probe.connect(0.02), Miss):
+        if isinstance(self.probe.connect(0.1), Miss):
             return False
         return not isinstance(self.probe.ping().wait(), Miss)  # else that was the old store's connection, unnoticed yet
 
 
 class WorkerProcess:
-    """A client at full load. Knows when it was stopped, which is no lateness of its own."""
+    """A client at full load."""
 
     def __init__(self, store: StoreProcess, seed: int) -> None:
         self.report = store.directory / f"worker-{seed}.jsonl"
         self.log = store.directory / f"worker-{seed}.log"
-        self.stops: list[tuple[float, float]] = []
         self.process = Process(["-m", "tests.chaos.worker", str(store.socket), str(seed), str(self.report)], self.log)
-        self._stopped_at = 0.0
 
     def stop(self) -> None:
         if not self.process.is_stopped:
-            self._stopped_at = time.monotonic()
             self.process.signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         if self.process.is_stopped:
             self.process.signal(signal.SIGCONT)
-            self.stops.append((self._stopped_at, time.monotonic()))
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         """Of its report so far. A line that it was killed in the middle of does not count."""
@@ -156,12 +149,7 @@ class WorkerProcess:
         lines = [json.loads(line) for line in whole.splitlines()]
         return [line for line in lines if line["kind"] == kind]
 
-    def lateness_s(self) -> list[tuple[float, float]]:
-        """Of each late call: by how much, without the time it was stopped; and how much of that it had no processor."""
-        found = []
-        for line in self.lines("late"):
-            begun, ended = float(line["begun"]), float(line["ended"])
-            stopped_s = sum(max(0.0, min(ended, last) - max(begun, first)) for first, last in self.stops)
-            late_s = ended - begun - float(line["timeout_s"]) - stopped_s
-            found.append((max(0.0, late_s), float(line["starved_s"])))
-        return found
+    def seen(self) -> Counter[str]:
+        """What it has done so far, as it last said."""
+        sums = self.lines("sum")
+        return Counter(sums[-1]["seen"] if sums else {})

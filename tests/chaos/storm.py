@@ -1,7 +1,9 @@
 """A storm over real processes: one store, eight clients at full load, and a seeded sequence of what can go wrong.
 
-    calm ─▶ every moment one of: kill -9 and restart the store, stop and continue it; kill -9 and replace a client, stop
+    calm ─▶ one after the other: kill -9 and restart the store, stop and continue it; kill -9 and replace a client, stop
     and continue some ─▶ calm again, and everything must have been given back
+
+Its time is counted in events, and in calls that clients make between two of them: a slow machine has the same storm.
 
 Some kills of the store are *audited*: the clients are stopped, what is on its way to the disk is let arrive, the
 journal is read, and after the restart all that it said must be there. The others strike in the middle of anything.
@@ -11,7 +13,6 @@ from __future__ import annotations
 
 import heapq
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import count
@@ -25,7 +26,7 @@ from kvtally.store.tiers.journal import compact_key, replay
 from kvtally.wire.limits import MIB
 from tests.chaos.processes import StoreProcess, WorkerProcess
 from tests.chaos.workload import NAMESPACE, PROMPTS, asked, problem
-from tests.waiting import HANG_S, eventually
+from tests.waiting import eventually
 
 CLIENTS = 8
 # Less than what the clients save, about 45 MiB in all: objects are evicted from both, and staged.
@@ -43,20 +44,20 @@ class Storm:
         self.clients: list[WorkerProcess] = []
         self.fallen: list[WorkerProcess] = []
         self._numbers = count(1000 * seed)
-        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._now = 0  # the number of the event
+        self._later: list[tuple[int, int, Callable[[], None]]] = []
         self._is_store_stopped = False
         for _ in range(clients):
             self._add_client()
 
-    def blow(self, duration_s: float) -> None:
+    def blow(self, events: int) -> None:
         """The storm itself, from the moment when all clients are at work."""
         self._wait_for_clients()
-        end = time.monotonic() + duration_s
-        events = self.random.sample(EVENTS, len(EVENTS))  # each at least once, in some order
-        while (now := time.monotonic()) < end:
-            while self._later and self._later[0][0] <= now:
+        first = self.random.sample(EVENTS, len(EVENTS))  # each at least once, in some order
+        for self._now in range(events):
+            while self._later and self._later[0][0] <= self._now:
                 heapq.heappop(self._later)[2]()
-            match events.pop() if events else self.random.choice(EVENTS):
+            match first.pop() if first else self.random.choice(EVENTS):
                 case "kill store":
                     self._kill_store()
                 case "audit store":
@@ -67,7 +68,7 @@ class Storm:
                     self._kill_client()
                 case "stop client":
                     self._stop_client()
-            self._pass_time(min(end, time.monotonic() + self.random.uniform(0.05, 0.8)))
+            self._let_clients_work()
 
     def calm(self) -> None:
         """Let everybody go on, then ask the clients to leave."""
@@ -75,8 +76,10 @@ class Storm:
             heapq.heappop(self._later)[2]()
         for client in self.clients:
             client.go_on()
-        eventually(lambda: not isinstance(self.store.probe.connect(0.1), Miss), "the store answered again")
+        eventually(lambda: not isinstance(self.store.probe.connect(1.0), Miss), "the store answered again")
         self._wait_for_clients()  # one that has only just begun would not hear it
+        before = self._verified()
+        eventually(lambda: self._verified() > before + 100, "clients found again what they save")
         codes = [client.process.end() for client in self.clients]
         assert set(codes) == {0}, [client.log.read_text() for client in self.clients]
 
@@ -97,10 +100,12 @@ class Storm:
     def _audit_store(self) -> None:
         """Kill it, and see whether all is found again that had reached the disk."""
         self._continue_store()
+        eventually(lambda: self.store.stats("tiers", "0", "objects") > 0, "something was on disk")
         was_stopped = [client.process.is_stopped for client in self.clients]
         for client in self.clients:
             client.stop()
         written = self._everything_written()
+        assert written
         self.store.process.kill()
         self.store.start()
         lost = written - self._found()
@@ -144,7 +149,7 @@ class Storm:
         self.store.process.signal(signal.SIGSTOP)
         self._is_store_stopped = True
         self.seen["store stopped"] += 1
-        self._in(self.random.choice((0.02, 0.3, 1.5)), self._continue_store)
+        self._in(self.random.choice((1, 1, 3)), self._continue_store)
 
     def _continue_store(self) -> None:
         if self._is_store_stopped:
@@ -162,7 +167,7 @@ class Storm:
         client = self.random.choice(self.clients)
         client.stop()
         self.seen["client stopped"] += 1
-        self._in(self.random.choice((0.05, 0.5, 3.0)), lambda: self._continue_client(client))
+        self._in(self.random.choice((1, 2, 8)), lambda: self._continue_client(client))
 
     def _continue_client(self, client: WorkerProcess) -> None:
         if client in self.clients:
@@ -176,11 +181,19 @@ class Storm:
 
     # ---- time
 
-    def _in(self, delay_s: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._later, (time.monotonic() + delay_s, next(self._numbers), action))
+    def _in(self, events: int, action: Callable[[], None]) -> None:
+        heapq.heappush(self._later, (self._now + events, next(self._numbers), action))
 
-    def _pass_time(self, until: float) -> None:
-        """Until then, or until the next thing is due. Nothing is waited for: time itself is what the test is about."""
-        if self._later:
-            until = min(until, self._later[0][0])
-        time.sleep(min(HANG_S, max(0.0, until - time.monotonic())))
+    def _let_clients_work(self) -> None:
+        """Until those that are not stopped have made some more calls; while the store is stopped, each takes long."""
+        running = [client for client in self.clients if not client.process.is_stopped]
+        wanted = self.random.randint(1, 10) if self._is_store_stopped else self.random.randint(10, 400)
+
+        def calls() -> int:
+            return sum(client.seen()["calls"] for client in running)
+
+        target = calls() + wanted
+        eventually(lambda: not running or calls() >= target, f"{len(running)} clients made {wanted} more calls")
+
+    def _verified(self) -> int:
+        return sum(client.seen()["get verified"] for client in self.clients)

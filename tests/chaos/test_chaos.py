@@ -1,6 +1,6 @@
-"""Eight clients at full load while processes are killed and stopped: nothing wrong, nothing late, nothing lost or left.
+"""Eight clients at full load while processes are killed and stopped: nothing wrong, nothing stuck, lost or left.
 
-KVTALLY_CHAOS_SECONDS sets how long the slow storm lasts, KVTALLY_CHAOS_SEED what happens in it.
+KVTALLY_CHAOS_EVENTS sets how much happens in the long storm, KVTALLY_CHAOS_SEED what.
 """
 
 from __future__ import annotations
@@ -17,42 +17,37 @@ from tests.chaos.storm import CLIENTS, Storm
 from tests.waiting import eventually
 
 # Read here: a fixture hides such variables from the tests themselves.
-SECONDS = float(os.environ.get("KVTALLY_CHAOS_SECONDS", "60"))
+EVENTS = int(os.environ.get("KVTALLY_CHAOS_EVENTS", "100"))
 SEED = int(os.environ.get("KVTALLY_CHAOS_SEED", "1"))
-SLACK_S = 1.0  # beyond a deadline, on a machine with more busy processes than processors
 MIB = 1024 * 1024
 
 
 @pytest.mark.slow
 def test_a_short_storm(tmp_path: Path) -> None:
-    seen = live_through(Storm(tmp_path, SEED, clients=3), duration_s=4.0)
-    assert seen["get verified"] > 50
+    live_through(Storm(tmp_path, SEED, clients=3), events=12)
 
 
 @pytest.mark.slow
 def test_a_long_storm(tmp_path: Path) -> None:
-    seen = live_through(Storm(tmp_path, SEED, clients=CLIENTS), duration_s=SECONDS)
-    wanted = ("store killed", "store audited", "store stopped", "client killed", "client stopped", "put WRITE")
-    assert all(seen[event] for event in wanted) or SECONDS < 30, dict(seen)
-    assert min(seen["get verified"], seen["objects audited"]) > 100 or SECONDS < 30
+    live_through(Storm(tmp_path, SEED, clients=CLIENTS), events=EVENTS)
 
 
-def live_through(storm: Storm, *, duration_s: float) -> Counter[str]:
+def live_through(storm: Storm, *, events: int) -> None:
     try:
-        storm.blow(duration_s)
+        storm.blow(events)
         storm.calm()
         seen = storm.seen + what_clients_saw([*storm.clients, *storm.fallen])
         everything_was_given_back(storm.store)
-        print(f"seed {SEED}: {dict(sorted(seen.items()))}; starts {max(storm.store.starts_s):.2f} s at most")
+        print(f"seed {SEED}: {dict(sorted(seen.items()))}")
+        wanted = ("store killed", "store audited", "store stopped", "client killed", "client stopped", "put WRITE")
+        assert all(seen[event] for event in (*wanted, "objects audited", "get verified")), dict(seen)
         nothing_stays_behind(storm.store)
     finally:
         storm.close()
-    return seen
 
 
 def what_clients_saw(clients: list[WorkerProcess]) -> Counter[str]:
     seen: Counter[str] = Counter()
-    worst = (0.0, 0.0)
     for client in clients:
         assert client.log.read_text() == "", "a client said something"
         assert client.lines("wrong") == []
@@ -60,25 +55,15 @@ def what_clients_saw(clients: list[WorkerProcess]) -> Counter[str]:
         if sums:
             seen.update(sums[-1]["seen"])
             assert int(sums[-1]["descriptors"]) < 20, "a client leaks descriptors"
-        worst = max([worst, *client.lateness_s()])
-    late_s, starved_s = worst
-    print(f"the latest call came {late_s:.3f} s after its deadline ({starved_s:.3f} s without a processor)")
-    assert late_s - starved_s < SLACK_S
     return seen
 
 
 def everything_was_given_back(store: StoreProcess) -> None:
     eventually(lambda: len(store.stats("clients")) == 1, "only the probe was left")
-    stats = store.stats()
-    left = {
-        "leases": store.stats("leases", "open"),
-        "limbo": store.stats("arena", "limbo_bytes"),
-        "staging": store.stats("arena", "staging_bytes"),
-        "waiting": store.stats("lookups", "waiting"),
-        "strangers": store.stats("server", "strangers"),
-        "puts": sum(client["puts"] for client in stats["clients"]),
-    }
-    assert left == dict.fromkeys(left, 0)
+    held = (("leases", "open"), ("arena", "limbo_bytes"), ("arena", "staging_bytes"), ("lookups", "waiting"))
+    for path in (*held, ("server", "strangers")):
+        eventually(lambda path=path: store.stats(*path) == 0, f"nothing was left of {' '.join(path)}")  # type: ignore[misc]
+    assert [client["puts"] for client in store.stats("clients")] == [0]
     assert store.stats("quarantined", "count") == {}, "nobody damaged anything"
     assert store.process.anonymous_bytes() < 200 * MIB
     assert store.process.descriptors() < 30 + 2 * CLIENTS

@@ -16,6 +16,7 @@ from kvtally.wire.frames import encode, reply_reader
 from kvtally.wire.limits import MIB
 from kvtally.wire.messages import Done, Ping, Reply, StatsGet
 from tests.fuzz.hostile import Dice, Hostile, frame_of, noise
+from tests.waiting import HANG_S
 
 KEPT = 24  # connections that are left half-way; below what strangers may take up, so that clients still get in
 FRAMES_PER_LIFE = 40
@@ -51,13 +52,13 @@ class Attacker:
 
     def _connect(self) -> socket.socket:
         if self.random.random() < 0.1:
-            return socket.create_connection(("127.0.0.1", self._port), timeout=2.0)
+            return socket.create_connection(("127.0.0.1", self._port), timeout=HANG_S)
         return self._connect_unix()
 
     def _connect_unix(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._path)
-        connection.settimeout(2.0)
+        connection.settimeout(HANG_S)
         return connection
 
     def _greet(self, connection: socket.socket) -> None:

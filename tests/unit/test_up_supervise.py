@@ -435,6 +435,7 @@ def start_command(yard: Yard, output: int, *under: str) -> subprocess.Popen[str]
         stdout=output,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "200"},
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # whoever runs the tests may ignore it
     )
 
 
