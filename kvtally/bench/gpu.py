@@ -5,10 +5,9 @@
     repeat   vLLM without a connector, with its OffloadingConnector, with kvtally: cold, repeat, GPU prefix hit
     busy     the same engines: many repeats arrive while others decode
 
-Owns the plan and the command. Whatever needs the GPU runs in processes of its own (`bench.gpu_copies`,
-`bench.gpu_engine`, through `bench.child`), one at a time or, engines of one shape, in turn; a part that fails is
-reported and the others go on. What is known so far goes to --out after every step. `bench.gpu_arms` drives engines,
-`bench.gpu_report` judges. Threading: none.
+Owns the plan and the command. Whatever needs the GPU runs in a process of its own (`gpu_copies`, `engine`), one at a
+time; engines of one shape take turns. A part that fails is reported, and the others go on. What is known so far goes to
+--out after every step. `gpu_arms` drives engines, `gpu_report` says what the figures mean. Threading: none.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -26,15 +24,14 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from kvtally import __version__
-from kvtally.bench.child import Child
-from kvtally.bench.command import leaving, place
+from kvtally.bench.command import as_json, disk_directory, json_option, measure
 from kvtally.bench.gpu_arms import QUICK, Bench, EngineBench, Job, Scale
 from kvtally.bench.gpu_copies import CASES, MeasureCopies, Measured, MeasureLimits, Probe
-from kvtally.bench.gpu_engine import SHAPES
 from kvtally.bench.gpu_report import ENGINES, Figures, Machine, complete, page
+from kvtally.bench.gpu_shapes import SHAPES
 from kvtally.config.sizes import available_memory_bytes
 from kvtally.errors import ConfigError, KVTallyError
+from kvtally.processes import Worker
 
 PARTS = ("limits", "copies", "repeat", "busy")
 BUSY_SHAPES = ("dense-8b",)
@@ -46,7 +43,8 @@ SHAPES_REMEDY = "Leave out --shape, or add --part repeat."
 
 
 def plan(parts: Sequence[str], shapes: Sequence[str], engines: Sequence[str]) -> list[Job]:
-    """What to do, in this order. Nothing chosen: everything; requests at once are for a small model then."""
+    """What to do, in this order. If nothing is chosen, everything; but only a small model then gets many requests at
+    once."""
     wanted = set(parts or PARTS)
     busy_shapes = set(shapes) if shapes and "busy" in parts else set(BUSY_SHAPES)
     jobs = [Job("limits")] if "limits" in wanted else []
@@ -61,7 +59,8 @@ def plan(parts: Sequence[str], shapes: Sequence[str], engines: Sequence[str]) ->
 
 
 def side_by_side(jobs: Sequence[Job], gpu_bytes: int, host_bytes: int) -> list[list[Job]]:
-    """Engines of one shape together, as many as there is room for; where not for all, the last: these are compared."""
+    """Put engines of one shape together, as many as there is room for. Without room for all, the last ones: these are
+    compared."""
     groups: list[list[Job]] = []
     for job in reversed(jobs):
         mates = groups[0] if groups else []
@@ -84,7 +83,7 @@ def _fit(jobs: Sequence[Job], gpu_bytes: int, host_bytes: int) -> bool:
 
 
 def run(bench: Bench, jobs: Sequence[Job]) -> None:
-    """Those side by side step by step, in turn; one that fails costs its own figures only."""
+    """Jobs side by side take turns, step by step. A job that fails costs only its own figures."""
     for group in side_by_side(jobs, bench.figures.machine.gpu_memory_bytes, available_memory_bytes()):
         with ExitStack() as stack:
             under_way = [(job, stack.enter_context(closing(_steps(bench, job)))) for job in group]
@@ -93,7 +92,7 @@ def run(bench: Bench, jobs: Sequence[Job]) -> None:
 
 
 def _goes_on(bench: Bench, job: Job, steps: Iterator[None]) -> bool:
-    """One step; False when it was the last."""
+    """Take one step; False if it was the last."""
     try:
         next(steps)
         return True
@@ -116,7 +115,7 @@ def _steps(bench: Bench, job: Job) -> Generator[None, None, None]:
 def _copies(bench: Bench, job: Job) -> None:
     scale = bench.scale
     bench.tell(job.name)
-    with bench.child("kvtally.bench.gpu_copies", job.part) as child:
+    with Worker("kvtally.bench.gpu_copies", log=bench.log(job.part)) as child:
         if job.case is None:
             asked = MeasureLimits(directory=str(bench.disk), sample_bytes=scale.sample_bytes, samples=scale.samples)
             bench.figures.limits = child.ask(asked, Measured, COPIES_S).limits
@@ -129,16 +128,22 @@ def _copies(bench: Bench, job: Job) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code says whether all could be measured and outputs were equal, not whether targets were met."""
+    """The exit code says whether everything could be measured and outputs were equal, not whether targets were met."""
     options = _parser().parse_args(arguments)
     jobs = plan(options.part, options.shape, options.engine)
     if not jobs:
         raise ConfigError(
             "nothing to measure: these parts, shapes and engines have nothing in common", remedy=SHAPES_REMEDY
         )
+    figures = measure(options, lambda directory: _measured(options, jobs, directory), page)
+    is_equal = all(repeat.outputs_equal is not False for repeat in figures.repeat.values())
+    return 0 if is_equal and not figures.failures else 1
+
+
+def _measured(options: argparse.Namespace, jobs: Sequence[Job], directory: Path) -> Figures:
     begun = time.monotonic()
     console = Console(stderr=True, highlight=False)
-    figures = Figures(version=__version__, commit=_commit(), quick=options.quick, graphs=options.graphs)
+    figures = Figures(commit=_commit(), quick=options.quick, graphs=options.graphs)
 
     def publish() -> None:
         figures.elapsed_s = time.monotonic() - begun
@@ -146,39 +151,30 @@ def main(arguments: Sequence[str]) -> int:
         if options.out:
             _write(Path(options.out), figures)
 
-    with ExitStack() as stack:
-        stack.enter_context(leaving())
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtally-", dir=place())))
-        disk = Path(stack.enter_context(_directory(options.dir)))
-        logs = _made(Path(options.logs)) if options.logs else directory
+    with disk_directory(options.dir) as disk:
         figures.machine = _machine(directory, needs_vllm=any(job.part == "engine" for job in jobs))
         publish()
         bench = Bench(
             scale=QUICK if options.quick else Scale(),
             figures=figures,
             directory=directory,
-            disk=disk,
-            logs=logs,
+            disk=Path(disk),
+            logs=_made(Path(options.logs)) if options.logs else directory,
             reads_disk=options.disk,
             tell=lambda what: console.print(f"{time.monotonic() - begun:6.0f} s  {what}", markup=False),
             publish=publish,
         )
         run(bench, jobs)
     publish()
-    if options.json:
-        sys.stdout.write(_json(figures) + "\n")
-    else:
-        Console(highlight=False).print(page(figures))
-    is_equal = all(repeat.outputs_equal is not False for repeat in figures.repeat.values())
-    return 0 if is_equal and not figures.failures else 1
+    return figures
 
 
 def _machine(directory: Path, *, needs_vllm: bool) -> Machine:
-    """What we are on. Raises ConfigError where this bench cannot run."""
+    """This machine. Raises ConfigError if the bench cannot run on it."""
     for module in ("torch", *(["vllm"] if needs_vllm else [])):
         if find_spec(module) is None:
             raise ConfigError(f"{module} is not installed for this Python", remedy=MACHINE_REMEDY, code="KV-106")
-    with Child("kvtally.bench.gpu_copies", directory / "probe.log") as child:
+    with Worker("kvtally.bench.gpu_copies", log=directory / "probe.log") as child:
         machine = child.ask(Probe(), Machine, PROBE_S)
     if not machine.gpu:
         what = f"torch {machine.torch} finds no CUDA device"
@@ -187,7 +183,7 @@ def _machine(directory: Path, *, needs_vllm: bool) -> Machine:
 
 
 def _commit() -> str:
-    """Of the source that runs, where it is a checkout."""
+    """The commit of the source that runs, if it is a checkout."""
     try:
         command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
@@ -195,13 +191,9 @@ def _commit() -> str:
         return ""
 
 
-def _json(figures: Figures) -> str:
-    return msgspec.json.format(msgspec.json.encode(figures), indent=2).decode()
-
-
 def _write(path: Path, figures: Figures) -> None:
     beside = path.with_name(f"{path.name}.new")
-    beside.write_text(_json(figures) + "\n", encoding="utf-8")
+    beside.write_text(as_json(figures), encoding="utf-8")
     beside.replace(path)
 
 
@@ -210,38 +202,29 @@ def _made(path: Path) -> Path:
     return path.resolve()
 
 
-def _directory(parent: str | None) -> tempfile.TemporaryDirectory[str]:
-    try:
-        return tempfile.TemporaryDirectory(prefix="kvtally-bench-", dir=parent)
-    except OSError as error:
-        what = f"--dir {parent} cannot be used: {error}"
-        raise ConfigError(what, remedy="Give a directory that you can write to.", code="KV-103") from error
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvtally bench gpu",
-        description="Measure the GPU data plane, each figure beside a limit or a peer of the same run. Needs a GPU.",
+        description="Measure the GPU data plane: copies of pages, repeated prompts in vLLM, and many repeats at once. "
+        "Each figure stands beside a limit or a peer of the same run: plain pinned copies, vLLM without a connector, "
+        "vLLM's own OffloadingConnector. Needs an NVIDIA GPU and, for all but --part limits and copies, vLLM.",
     )
-    parser.add_argument("--part", action="append", choices=PARTS, default=[], help="only this part; may be repeated")
-    parser.add_argument("--shape", action="append", choices=list(SHAPES), default=[], help="only this model's shape")
-    parser.add_argument(
-        "--engine", action="append", choices=ENGINES, default=[], help="only this engine; others: no ratios"
-    )
-    parser.add_argument(
+    json_option(parser)
+    option = parser.add_argument
+    option("--part", action="append", choices=PARTS, default=[], help="measure only this part; may be repeated")
+    option("--shape", action="append", choices=list(SHAPES), default=[], help="only a model of this shape")
+    option("--engine", action="append", choices=ENGINES, default=[], help="only this engine; there are fewer ratios")
+    option(
         "--disk",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="repeat from disk after a restart (dense-8b: yes)",
+        help="repeat from disk after a restart (yes for dense-8b)",
     )
-    parser.add_argument(
-        "--graphs", action="store_true", help="engines with CUDA graphs; without, one host thread bounds short steps"
-    )
-    parser.add_argument("--dir", metavar="DIR", help="on the disk to measure (default: the temporary directory)")
-    parser.add_argument("--out", metavar="FILE", help="write what is known so far as JSON, after every step")
-    parser.add_argument("--logs", metavar="DIR", help="keep the logs of engines there")
-    parser.add_argument("--quick", action="store_true", help="few samples; figures are rough")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+    option("--graphs", action="store_true", help="CUDA graphs; without them, one host thread bounds short steps")
+    option("--dir", metavar="DIR", help="directory on the disk to measure (the temporary directory)")
+    option("--out", metavar="FILE", help="write what is known so far as JSON, after every step")
+    option("--logs", metavar="DIR", help="keep the logs of engines there")
+    option("--quick", action="store_true", help="take few samples; the figures are rough")
     return parser
 
 

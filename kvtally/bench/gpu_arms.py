@@ -1,9 +1,9 @@
 """One engine of `kvtally bench gpu`: started, warmed up, asked for prompts cold and again, watched under load, ended.
 
 Owns what an engine is asked and in which order: the same for each connector. It yields after every step, so that
-engines can be asked in turn: a machine whose speed varies then varies for all of them. Engines (`bench.gpu_engine`) and
-stores are processes of their own; nothing here needs a GPU. Neighbours: `bench.gpu` (left: which engines, and what
-becomes of the figures), `bench.gpu_report` (right: what they mean). Threading: none.
+engines can be asked in turn: if the machine's speed varies, it varies for all of them. Engines (`engine`) and stores
+(`daemon`) are processes of their own; nothing here needs a GPU. Neighbours: `gpu` (left: which engines, and what
+becomes of the figures), `gpu_report` (right: what they mean). Threading: none.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtally.bench.child import Child
+from kvtally.bench.daemon import Daemon, Ledger, drop_pages
+from kvtally.bench.engine import Answer, Ask, EngineProcess, Settle, Source, Watch, Watched
 from kvtally.bench.gpu_copies import GIB, Case, direct_reads
-from kvtally.bench.gpu_engine import SHAPES, Answer, Ask, Ready, Settle, Source, Start, Watch, Watched
 from kvtally.bench.gpu_report import Arm, Busy, BusyArm, DiskArm, Figures, Repeat, latency
-from kvtally.bench.processes import Daemon, drop_pages
-from kvtally.bench.repeat import Ledger
+from kvtally.bench.gpu_shapes import ENVIRONMENT, SHAPES, start_of
 from kvtally.bench.repeat_report import view
 from kvtally.config.sizes import disk_usable_bytes
 from kvtally.config.units import human_size
 from kvtally.core.receipts import Half
 from kvtally.errors import TransportError
+from kvtally.machine import own_environment
 
+REMEDY = "See what its log says; --part runs parts one by one."
 START_S = 420.0  # kernels are compiled the first time
 ASK_S = 120.0
 WATCH_S = 240.0
@@ -44,8 +45,8 @@ DECODES = 4
 
 
 class Scale(NamedTuple):
-    """How much is measured. `fills` and `repeats` (prompts that are repeated, in so many `rounds`, because one host
-    thread makes single figures unsteady) are at most what the shape says."""
+    """How much is measured. `fills` and `repeats` are at most what the shape says. Repeats go over several `rounds`,
+    because one host thread makes single figures unsteady."""
 
     sample_bytes: int = GIB
     samples: int = 9
@@ -79,7 +80,7 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What the jobs of one run have in common. `disk`: a directory on the disk that is measured."""
+    """What the jobs of one run share. `disk` is a directory on the disk that is measured."""
 
     scale: Scale
     figures: Figures
@@ -90,31 +91,32 @@ class Bench:
     tell: Callable[[str], None]
     publish: Callable[[], None]
 
-    def child(self, module: str, name: str) -> Child:
-        return Child(module, self.logs / f"{name.replace(', ', '-')}.log")
+    def log(self, name: str) -> Path:
+        return self.logs / f"{name.replace(', ', '-')}.log"
 
     def start(
         self, job: Job, name: str, store: str, stack: ExitStack, *, always_load: bool = False
-    ) -> tuple[Child, float]:
+    ) -> tuple[EngineProcess, float]:
         """An engine, ready, and the seconds that this took."""
-        child = stack.enter_context(self.child("kvtally.bench.gpu_engine", name))
         begun = time.monotonic()
-        start = Start(
-            shape=job.shape,
-            connector=job.engine,
-            directory=str(self.directory / "models"),
-            store=store,
+        start = start_of(
+            job.shape,
+            job.engine,
+            self.directory / "models",
+            store,
             always_load=always_load,
             most_requests=32 if job.busy else 8,
             gpu_share=min(0.9, SHAPES[job.shape].gpu_bytes / (self.figures.machine.gpu_memory_bytes or 1)),
             graphs=self.figures.graphs,
         )
-        ready = child.ask(start, Ready, START_S)
-        self.figures.machine = msgspec.structs.replace(self.figures.machine, vllm=ready.engine)
-        return child, time.monotonic() - begun
+        environment = {**own_environment(), **ENVIRONMENT}
+        engine = EngineProcess(start, self.log(name), environment, remedy=REMEDY, timeout_s=START_S)
+        stack.enter_context(engine)
+        self.figures.machine = msgspec.structs.replace(self.figures.machine, vllm=engine.ready.engine)
+        return engine, time.monotonic() - begun
 
     def disk_of(self, shape: str) -> Path | None:
-        """Where the store keeps what is to be read after a restart; None: that is not measured."""
+        """The directory of the store's disk tier, for reads after a restart; None if these are not measured."""
         wanted = SHAPES[shape].reads_disk if self.reads_disk is None else self.reads_disk
         if not wanted:
             return None
@@ -168,15 +170,15 @@ class EngineBench:
 
     # ---- one request at a time
 
-    def _warm_up(self, child: Child) -> None:
-        """Every way once that will be timed: kernels are compiled, memory gets pinned."""
+    def _warm_up(self, child: EngineProcess) -> None:
+        """Do everything that will be timed once before: kernels are compiled, memory gets pinned."""
         for seed in WARM_UP_SEEDS:
             self._ask(child, seed)
             self._settle(child)
             self._ask(child, seed, forget=True)
             self._ask(child, seed)
 
-    def _repeat(self, child: Child) -> Iterator[None]:
+    def _repeat(self, child: EngineProcess) -> Iterator[None]:
         figures, arm = self._bench.figures, self._arm
         shape = figures.repeat.setdefault(self._job.shape, Repeat())
         shape.prompt_tokens, shape.fills = self._shape.prompt_tokens, len(self._seeds)
@@ -200,7 +202,7 @@ class EngineBench:
             f"({arm.repeat_cached_tokens:,} cached), GPU hit {arm.gpu_hit_s * 1e3:.1f} ms"
         )
 
-    def _cold(self, child: Child, seeds: Sequence[int]) -> Iterator[None]:
+    def _cold(self, child: EngineProcess, seeds: Sequence[int]) -> Iterator[None]:
         row = self._bench.scale.cold_row
         for first in range(0, len(seeds), row):
             for seed in seeds[first : first + row]:
@@ -217,7 +219,7 @@ class EngineBench:
         halves, answers, limits = [], [], []
         with ExitStack() as stack:
             self._daemon = stack.enter_context(bench.store(job.shape, f"{job.shape}-restarted", disk))
-            # What an H200 computes sooner than this disk reads it, the connector would rightly leave there.
+            # A fast GPU computes a prompt sooner than this disk reads it; the connector would rightly leave it there.
             child, _ = bench.start(job, f"{job.name}, restarted", self._daemon.socket, stack, always_load=True)
             self._daemon.wait_populated()
             self._ask(child, FILL_SEED - 1)
@@ -230,17 +232,17 @@ class EngineBench:
                     halves.append(book.next_half(self._shape.prompt_tokens, timeout_s=RECEIPT_S))
         bench.figures.repeat[job.shape].disk = disk_arm([answer.seconds for answer in answers], halves, limits)
 
-    def _ask(self, child: Child, seed: int, *, forget: bool = False, drain: bool = True) -> Answer:
+    def _ask(self, child: EngineProcess, seed: int, *, forget: bool = False, drain: bool = True) -> Answer:
         ask = Ask(seed=seed, tokens=self._shape.prompt_tokens, forget=forget, drain=drain)
         return child.ask(ask, Answer, ASK_S)
 
     def _note(self, way: str, seed: int, answer: Answer) -> None:
         self._arm.samples.setdefault(way, []).append(answer.seconds)
         self._arm.cached_tokens.setdefault(way, []).append(answer.cached_tokens)
-        self._arm.first_tokens.setdefault(str(seed), []).append(answer.first_token)
+        self._arm.first_tokens.setdefault(str(seed), []).append(answer.tokens[0])
 
-    def _settle(self, child: Child) -> int:
-        """Wait until everything is saved; the bytes that the store has taken so far."""
+    def _settle(self, child: EngineProcess) -> int:
+        """Wait until everything is saved. The bytes that the store has taken so far."""
         for turn in range(SETTLE_TURNS):
             child.ask(Settle(), Answer, ASK_S)
             if self._daemon is None:
@@ -255,7 +257,7 @@ class EngineBench:
 
     # ---- requests that arrive while others decode
 
-    def _busy(self, child: Child) -> Iterator[None]:
+    def _busy(self, child: EngineProcess) -> Iterator[None]:
         shape, figures = self._shape, self._bench.figures
         busy = figures.busy.setdefault(self._job.shape, Busy())
         busy.requests, busy.prompt_tokens, busy.decodes = shape.busy_requests, shape.busy_prompt_tokens, DECODES

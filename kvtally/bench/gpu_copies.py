@@ -1,9 +1,9 @@
 """The process of `kvtally bench gpu` that measures copies: the machine's limits, then `kvtally.device.cuda`.
 
-Samples of a limit and of ours alternate, so that whatever disturbs one disturbs the other. What was copied is compared
-byte by byte outside the timed part, all other bytes of the KV buffer too; a wrong one is an error, not a figure.
+Samples of a limit and of ours alternate, so that whatever disturbs one disturbs the other. What was copied, and every
+other byte of the KV buffer, is compared outside the timed part: a wrong byte is an error, not a figure.
 
-Asked by `bench.gpu` (left) through `bench.child`; measures `device.cuda` (right). torch is imported when something
+A worker (`kvtally.processes`), asked by `gpu` (left); measures `device.cuda` (right). torch is imported when something
 is measured: the messages and `direct_reads` are for any machine. Threading: the main thread does everything but
 reading the disk.
 """
@@ -26,13 +26,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvtally.bench.child import serve
+from kvtally.bench.daemon import drop_pages
 from kvtally.bench.gpu_report import CopyFigure, Machine, Rate
-from kvtally.bench.processes import drop_pages
 from kvtally.core.geometry import GroupLayout, LayerView, object_length
 from kvtally.core.namespace import GroupKind, GroupSpec
 from kvtally.device import Checksums, Move, Steps, finish
 from kvtally.errors import IntegrityError, TransportError
+from kvtally.processes import serve
 from kvtally.shm import Mapping, map_arena
 
 GIB = 1 << 30
@@ -40,7 +40,7 @@ PIN_S = 60.0
 SLOT_ALIGNMENT_BYTES = 4096
 SMALL_BYTES = 64 << 10
 DISK_STEP_BYTES = 16 << 20
-BUFFER_SHARE = 4  # the KV buffer is so many times what one sample moves
+BUFFER_SHARE = 4  # the KV buffer is this many times as large as what one sample moves
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +156,7 @@ def measure_limits(command: MeasureLimits) -> dict[str, Rate]:
 
 
 class Bus:
-    """Plain copies between pinned memory and the GPU: what nothing that uses the bus can pass."""
+    """Plain copies between pinned memory and the GPU. Nothing that uses the bus can be faster."""
 
     def __init__(self, size_bytes: int, *, host: Any = None, device: Any = None) -> None:
         import torch
@@ -180,7 +180,7 @@ class Bus:
             self.down()
 
     def up_aside(self, times: int) -> None:
-        """So often, queued at once on a stream of its own: the GPU does it by itself, whatever else it does."""
+        """Queue that many at once on a stream of their own: the GPU carries them out beside everything else."""
         import torch
 
         with torch.cuda.stream(self._streams[0]):
@@ -188,7 +188,7 @@ class Bus:
                 self.up()
 
     def one_by_one(self, size_bytes: int, *, up: bool) -> None:
-        """Small blocks in another order on the other side, a call for each."""
+        """Copy small blocks, each with a call of its own; the other side has them in a different order."""
         blocks = size_bytes // SMALL_BYTES
         host, device = (part[:size_bytes].view(blocks, SMALL_BYTES) for part in (self._host[0], self.device[0]))
         order = random.Random(0).sample(range(blocks), blocks)
@@ -201,7 +201,8 @@ class Bus:
 
 @contextmanager
 def direct_reads(directory: Path, size_bytes: int = GIB) -> Iterator[Callable[[], float]]:
-    """A new file there; each call reads it past the page cache, by one thread and by four: the GB/s of the faster."""
+    """Make a file there. Each call reads it past the page cache, with one thread and with four, and returns the GB/s of
+    the faster."""
     path = directory / "kvtally-disk-limit"
     block = os.urandom(DISK_STEP_BYTES)
     try:
@@ -240,7 +241,7 @@ def _read_direct(path: Path, size_bytes: int, threads: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Bed:
-    """What is copied: the pages of some blocks into slots, and from those slots into the pages of other blocks."""
+    """What is copied: pages of some blocks into slots, and from those slots into pages of other blocks."""
 
     case: Case
     layout: GroupLayout
@@ -346,7 +347,7 @@ class CopyBench:
         }
 
     def check(self) -> None:
-        """Save, look at the slots, load elsewhere, look at the whole buffer: for hashed and plain copies."""
+        """Save, look at the slots, load elsewhere, look at the whole buffer; with checksums and without."""
         import torch
 
         for verified in (False, True):
@@ -383,7 +384,7 @@ class CopyBench:
 
 
 def _together(*works: Steps) -> None:
-    """Carry on with each in turn, as a worker with several transfers does."""
+    """Step each in turn, as a worker with several transfers does."""
     going = list(works)
     while going:
         pauses_s = []
@@ -422,7 +423,7 @@ def _copy_figures(bed: Bed, way: str, rates: dict[str, Rate]) -> list[CopyFigure
 
 
 def _interleaved(samples: int, actions: dict[str, tuple[int, Callable[[], object]]]) -> dict[str, Rate]:
-    """Each action once for warming up, then all of them in turn, again and again."""
+    """Run each action once to warm up, then all of them in turn, again and again."""
     import torch
 
     seconds: dict[str, list[float]] = {name: [] for name in actions}

@@ -1,13 +1,9 @@
-"""What `kvtally bench gpu` found: every figure beside its limit or peer of the same run, for programs and for people.
-
-Owns the figures' form, the ratios, the targets and the tables. Measures nothing (`bench.gpu_copies` and
-`bench.gpu_engine` do) and starts nothing (`bench.gpu` does). Pure.
-"""
+"""What `kvtally bench gpu` found: every figure beside a limit or a peer of the same run; ratios and targets. Pure."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import sub, truediv
 from typing import Generic, TypeVar
 
@@ -16,7 +12,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvtally.bench.repeat_report import Target, View
+from kvtally import __version__
+from kvtally.bench import report
+from kvtally.bench.repeat_report import View
+from kvtally.bench.report import Row, Target, joined, median, ms, p99, plain_table, rows_table, verdict
 from kvtally.config.units import human_size
 
 GBPS_TARGET = 50.0
@@ -73,16 +72,11 @@ class ByEngine(msgspec.Struct, Generic[A], kw_only=True):
 
     @property
     def arms(self) -> dict[str, A]:
-        arms = {"none": self.none, "offload": self.offload, "kvtally": self.kvtally}
-        return {name: arm for name, arm in arms.items() if arm is not None}
+        arms = {engine: getattr(self, engine) for engine in ENGINES}
+        return {engine: arm for engine, arm in arms.items() if arm is not None}
 
     def place(self, engine: str, arm: A) -> None:
-        if engine == "none":
-            self.none = arm
-        elif engine == "offload":
-            self.offload = arm
-        else:
-            self.kvtally = arm
+        setattr(self, engine, arm)
 
 
 class Arm(msgspec.Struct, kw_only=True):
@@ -158,7 +152,7 @@ class Busy(ByEngine[BusyArm], kw_only=True):
 class Figures(msgspec.Struct, kw_only=True):
     """Everything that was measured. A part that failed is in `failures`, with the end of its log."""
 
-    version: str = ""
+    version: str = __version__
     commit: str = ""
     quick: bool = False
     graphs: bool = False  # engines with CUDA graphs
@@ -176,18 +170,17 @@ class Figures(msgspec.Struct, kw_only=True):
 
 
 def latency(seconds: Sequence[float]) -> Latency:
-    ordered = sorted(seconds)
     return Latency(
-        mean_ms=statistics.fmean(ordered) * 1e3,
-        median_ms=statistics.median(ordered) * 1e3,
-        p99_ms=ordered[min(int(0.99 * len(ordered)), len(ordered) - 1)] * 1e3,
-        max_ms=ordered[-1] * 1e3,
-        samples=len(ordered),
+        mean_ms=statistics.fmean(seconds) * 1e3,
+        median_ms=median(seconds) * 1e3,
+        p99_ms=p99(seconds) * 1e3,
+        max_ms=max(seconds) * 1e3,
+        samples=len(seconds),
     )
 
 
 def complete(figures: Figures) -> None:
-    """Fill in what follows from what was measured: ratios, equality, targets. May be called again and again."""
+    """Derive ratios, equality and targets from what was measured so far."""
     for repeat in figures.repeat.values():
         for arm in repeat.arms.values():
             _summarise(arm)
@@ -195,19 +188,16 @@ def complete(figures: Figures) -> None:
         repeat.outputs_equal = outputs_equal(list(repeat.arms.values()))
     for busy in figures.busy.values():
         busy.ratios = busy_ratios(busy)
-    figures.targets = judge(figures)
+    figures.targets = Target.of(rows(figures))
 
 
 def _summarise(arm: Arm) -> None:
-    def median(way: str) -> float:
-        return statistics.median(arm.samples[way]) if arm.samples.get(way) else 0.0
-
-    arm.cold_s, arm.repeat_s, arm.gpu_hit_s = median("cold"), median("repeat"), median("gpu_hit")
-    repeats, hits = arm.samples.get("repeat", []), arm.samples.get("gpu_hit", [])
+    colds, repeats, hits = (arm.samples.get(way, []) for way in ("cold", "repeat", "gpu_hit"))
+    arm.cold_s, arm.repeat_s, arm.gpu_hit_s = median(colds), median(repeats), median(hits)
     arm.best_repeat_s, arm.best_gpu_hit_s = min(repeats, default=0.0), min(hits, default=0.0)
     is_paired = len(repeats) == len(hits) > 0
     arm.added_s = statistics.median(map(sub, repeats, hits)) if is_paired else None
-    arm.cold_mean_s = statistics.fmean(arm.samples["cold"]) if arm.samples.get("cold") else 0.0
+    arm.cold_mean_s = statistics.fmean(colds) if colds else 0.0
     lowest = {way: min(counts) for way, counts in arm.cached_tokens.items() if counts}
     arm.cold_cached_tokens = lowest.get("cold", 0)
     arm.repeat_cached_tokens = lowest.get("repeat", 0)
@@ -246,7 +236,8 @@ def repeat_ratios(repeat: Repeat) -> dict[str, float]:
 
 
 def busy_ratios(busy: Busy) -> dict[str, float]:
-    """What loading adds to the latency between tokens: the same requests, from a connector and from the GPU itself."""
+    """What loading adds to the latency between tokens: the same requests, served by a connector and by the GPU's own
+    cache."""
     ratios = {}
     for engine, arm in busy.arms.items():
         itl, ttft = arm.itl, arm.ttft
@@ -273,7 +264,7 @@ def busy_ratios(busy: Busy) -> dict[str, float]:
 
 
 def outputs_equal(arms: Sequence[Arm]) -> bool | None:
-    """Whether each prompt began its answer with one and the same token, wherever and whenever it was asked."""
+    """Whether each prompt's answer began with the same token in every engine, every time."""
     tokens: dict[str, set[int]] = {}
     for arm in arms:
         for prompt, firsts in arm.first_tokens.items():
@@ -284,115 +275,95 @@ def outputs_equal(arms: Sequence[Arm]) -> bool | None:
 # ---- targets
 
 
-def judge(figures: Figures) -> list[Target]:
+def rows(figures: Figures) -> list[Row]:
     """Every promise that this run can say something about."""
-    found = list(_copy_targets(figures.copies))
+    found = [row for figure in figures.copies for row in _copy_rows(figure)]
     for shape, repeat in figures.repeat.items():
-        found += _repeat_targets(shape, repeat)
+        found += _repeat_rows(shape, repeat)
     for shape, busy in figures.busy.items():
         for against in ("over_own", "median_over_own", "best_over_own", "over_none_own"):
             if (key := f"kvtally_itl_{against}") in busy.ratios:
-                found.append(_at_most(f"busy.{shape}.{key}", busy.ratios[key], ITL_TARGET))
+                found.append(Row(key=f"busy.{shape}.{key}", value=busy.ratios[key], unit="×").at_most(ITL_TARGET))
     return found
 
 
-def _copy_targets(copies: Sequence[CopyFigure]) -> Iterator[Target]:
-    for figure in copies:
-        key = copy_key(figure)
-        if figure.direction == "both":
-            yield _at_least(f"{key}.ratio", figure.ratio, BOTH_TARGET)
-            continue
-        yield _at_least(f"{key}.gbps", figure.gbps, GBPS_TARGET, " GB/s")
-        yield _at_least(f"{key}.ratio", figure.ratio, LIMIT_TARGET)
-        if figure.verify_cost is not None:
-            ok = figure.verify_cost <= VERIFY_TARGET
-            yield Target(key=f"{key}.verify_cost", value=figure.verify_cost, target=f"≤ {VERIFY_TARGET:.0%}", ok=ok)
+def _copy_rows(figure: CopyFigure) -> Iterator[Row]:
+    key = f"copies.{figure.page_bytes}.{figure.direction}{'.verified' if figure.verified else ''}"
+    ratio = Row(key=f"{key}.ratio", value=figure.ratio, unit="×")
+    if figure.direction == "both":
+        yield ratio.at_least(BOTH_TARGET)
+        return
+    yield Row(key=f"{key}.gbps", value=figure.gbps, unit="GB/s").at_least(GBPS_TARGET, f"{GBPS_TARGET:g} GB/s")
+    yield ratio.at_least(LIMIT_TARGET)
+    if figure.verify_cost is not None:
+        cost = Row(key=f"{key}.verify_cost", value=figure.verify_cost)
+        yield cost.at_most(VERIFY_TARGET, f"{VERIFY_TARGET:.0%}")
 
 
-def copy_key(figure: CopyFigure) -> str:
-    return f"copies.{figure.page_bytes}.{figure.direction}{'.verified' if figure.verified else ''}"
-
-
-def _repeat_targets(shape: str, repeat: Repeat) -> Iterator[Target]:
-    promised: dict[str, tuple[Callable[[str, float, float], Target], float]] = {
-        "repeat_over_offload": (_at_most, OFFLOAD_TARGET),
-        "repeat_over_gpu_hit": (_at_most, GPU_HIT_TARGET),
-        "repeat_over_own_gpu_hit": (_at_most, GPU_HIT_TARGET),
-        "cold_over_none": (_at_most, COLD_TARGET),
-        "cold_pairs_over_none": (_at_most, COLD_TARGET),
-        "disk_over_limit": (_at_least, DISK_TARGET),
+def _repeat_rows(shape: str, repeat: Repeat) -> Iterator[Row]:
+    at_most = {
+        "repeat_over_offload": OFFLOAD_TARGET,
+        "repeat_over_gpu_hit": GPU_HIT_TARGET,
+        "repeat_over_own_gpu_hit": GPU_HIT_TARGET,
+        "cold_over_none": COLD_TARGET,
+        "cold_pairs_over_none": COLD_TARGET,
     }
+    at_least = {"disk_over_limit": DISK_TARGET}
     if shape in SPEED_UP_TARGETS:
-        promised["cold_over_repeat"] = _at_least, SPEED_UP_TARGETS[shape]
-    for key, (compare, target) in promised.items():
+        at_least["cold_over_repeat"] = SPEED_UP_TARGETS[shape]
+    for key in (*at_most, *at_least):
         if key in repeat.ratios:
-            yield compare(f"repeat.{shape}.{key}", repeat.ratios[key], target)
+            row = Row(key=f"repeat.{shape}.{key}", value=repeat.ratios[key], unit="×")
+            yield row.at_most(at_most[key]) if key in at_most else row.at_least(at_least[key])
     if repeat.outputs_equal is not None:
         ok = repeat.outputs_equal
-        yield Target(key=f"repeat.{shape}.outputs_equal", value=float(ok), target="yes", ok=ok)
-
-
-def _at_most(key: str, value: float, target: float) -> Target:
-    return Target(key=key, value=value, target=f"≤ {target:g} ×", ok=value <= target)
-
-
-def _at_least(key: str, value: float, target: float, unit: str = " ×") -> Target:
-    return Target(key=key, value=value, target=f"≥ {target:g}{unit}", ok=value >= target)
+        yield Row(key=f"repeat.{shape}.outputs_equal", value=float(ok)).judged("yes", ok)
 
 
 # ---- for people
 
 
 def page(figures: Figures) -> RenderableType:
-    parts: list[RenderableType] = [Text(_headline(figures), style="bold")]
+    parts: list[RenderableType] = []
     if figures.limits:
-        parts += [Text(), _limits_table(figures.limits)]
+        parts.append(_limits_table(figures.limits))
     if figures.copies:
-        parts += [Text(), _copies_table(figures)]
-    for shape, repeat in figures.repeat.items():
-        parts += [Text(), *_repeat_part(shape, repeat)]
-    for shape, busy in figures.busy.items():
-        parts += [Text(), *_busy_part(shape, busy)]
-    if figures.targets:
-        parts += [Text(), _targets_table(figures.targets)]
-    for part, why in figures.failures.items():
-        parts += [Text(), Text(f"{part} FAILED: {why.strip()}", style="bold red")]
-    return Group(*parts)
+        parts.append(_copies_table(figures.copies))
+    parts += [_repeat_part(shape, repeat) for shape, repeat in figures.repeat.items()]
+    parts += [_busy_part(shape, busy) for shape, busy in figures.busy.items()]
+    if judged := rows(figures):
+        parts.append(rows_table(judged, f"targets: {sum(row.ok is True for row in judged)} of {len(judged)} met"))
+    parts += [Text(f"{part} FAILED: {why.strip()}", style="bold red") for part, why in figures.failures.items()]
+    return report.page(_headline(figures), *parts)
 
 
 def _headline(figures: Figures) -> str:
     machine = figures.machine
-    software = f"driver {machine.driver} · torch {machine.torch}" + (f" · {machine.vllm}" if machine.vllm else "")
-    where = f"{machine.gpu} ({human_size(machine.gpu_memory_bytes)}) · {software} · {machine.cpus} cores"
-    how = " · CUDA graphs" if figures.graphs else ""
-    how += " · quick: rough figures" if figures.quick else ""
-    commit = f" ({figures.commit})" if figures.commit else ""
-    return f"kvtally {figures.version}{commit} · {where} · {figures.elapsed_s:.0f} s{how}"
-
-
-def _table(*columns: str) -> Table:
-    """A column's name begins with `>` if its cells are numbers."""
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
-    return table
+    return joined(
+        f"kvtally {figures.version}" + (f" ({figures.commit})" if figures.commit else ""),
+        f"{machine.gpu} ({human_size(machine.gpu_memory_bytes)})",
+        f"driver {machine.driver}",
+        f"torch {machine.torch}",
+        machine.vllm,
+        f"{machine.cpus} cores",
+        f"{figures.elapsed_s:.0f} s",
+        "CUDA graphs" if figures.graphs else "",
+        "quick: rough figures" if figures.quick else "",
+    )
 
 
 def _limits_table(limits: dict[str, Rate]) -> Table:
-    table = _table("limit", ">best GB/s", ">median")
+    table = plain_table("limit", ">best GB/s", ">median")
     for name, rate in limits.items():
         table.add_row(name.replace("_", " "), f"{rate.gbps:.1f}", f"{rate.median_gbps:.1f}")
     return table
 
 
-def _copies_table(figures: Figures) -> Table:
-    table = _table(
+def _copies_table(copies: Sequence[CopyFigure]) -> Table:
+    table = plain_table(
         "copies", ">page", "direction", "verified", ">GB/s", ">median", ">limit", ">ratio", ">verify costs", ""
     )
-    targets = {target.key: target for target in figures.targets}
-    for figure in figures.copies:
-        key = copy_key(figure)
-        judged = [targets[name] for name in (f"{key}.gbps", f"{key}.ratio", f"{key}.verify_cost") if name in targets]
+    for figure in copies:
         table.add_row(
             figure.case,
             f"{figure.page_bytes:,}",
@@ -403,16 +374,16 @@ def _copies_table(figures: Figures) -> Table:
             f"{figure.limit_gbps:.1f}",
             f"{figure.ratio:.2f}",
             f"{figure.verify_cost:.1%}" if figure.verify_cost is not None else "",
-            _verdict(judged),
+            verdict(list(_copy_rows(figure))),
         )
     return table
 
 
-def _repeat_part(shape: str, repeat: Repeat) -> list[RenderableType]:
-    table = _table(f"first token, {shape}", ">cold", ">repeat", ">GPU hit", ">added", ">cached", ">start")
+def _repeat_part(shape: str, repeat: Repeat) -> RenderableType:
+    table = plain_table(f"first token, {shape}", ">cold", ">repeat", ">GPU hit", ">added", ">cached", ">start")
     for name, arm in repeat.arms.items():
-        times = [_ms(arm.cold_s), _ms(arm.repeat_s), _ms(arm.gpu_hit_s)]
-        times.append(_ms(arm.added_s) if arm.added_s is not None else "")
+        times = [ms(arm.cold_s), ms(arm.repeat_s), ms(arm.gpu_hit_s)]
+        times.append(ms(arm.added_s) if arm.added_s is not None else "")
         table.add_row(name, *times, f"{arm.repeat_cached_tokens:,}", f"{arm.start_s:.0f} s")
     notes = [f"{repeat.fills} prompts of {repeat.prompt_tokens:,} tokens; {_ratios(repeat.ratios)}"]
     if repeat.outputs_equal is False:
@@ -420,14 +391,14 @@ def _repeat_part(shape: str, repeat: Repeat) -> list[RenderableType]:
     if repeat.disk is not None:
         disk = repeat.disk
         notes.append(
-            f"After a restart, from disk: {_ms(disk.repeat_s)}, {disk.cached_tokens:,} tokens, "
+            f"After a restart, from disk: {ms(disk.repeat_s)}, {disk.cached_tokens:,} tokens, "
             f"{human_size(disk.moved_bytes)} at {disk.gbps:.2f} GB/s; direct reads: {disk.limit_gbps:.2f} GB/s."
         )
-    return [table, *map(Text, notes)]
+    return Group(table, *map(Text, notes))
 
 
-def _busy_part(shape: str, busy: Busy) -> list[RenderableType]:
-    table = _table(
+def _busy_part(shape: str, busy: Busy) -> RenderableType:
+    table = plain_table(
         f"{busy.decodes} decodes, {busy.requests} requests arrive ({shape})",
         "served from",
         *(">TTFT mean", ">p50", ">p99", ">ITL mean", ">p50", ">p99", ">max", ">cached"),
@@ -440,40 +411,15 @@ def _busy_part(shape: str, busy: Busy) -> list[RenderableType]:
     }
     for name, arm in busy.arms.items():
         for key, itl in arm.itl.items():
-            first = arm.ttft.get(key)
             source = "computed again" if name == "none" and key == "repeats" else sources[key]
-            table.add_row(
-                name,
-                source,
-                *([_unit(first.mean_ms), _unit(first.median_ms), _unit(first.p99_ms)] if first else ["", "", ""]),
-                *(_unit(itl.mean_ms), _unit(itl.median_ms), _unit(itl.p99_ms), _unit(itl.max_ms)),
-                f"{arm.cached_tokens[key]:,}" if key in arm.cached_tokens else "",
-            )
-    return [table, Text(_ratios(busy.ratios))]
-
-
-def _targets_table(targets: Sequence[Target]) -> Table:
-    met = sum(target.ok for target in targets)
-    table = _table(f"targets: {met} of {len(targets)} met", ">value", ">target", "")
-    for target in targets:
-        value = f"{target.value:.1f}" if target.key.endswith("gbps") else f"{target.value:.3f}"
-        table.add_row(target.key, value, target.target, _verdict([target]))
-    return table
+            first = arm.ttft.get(key)
+            times = (first.mean_ms, first.median_ms, first.p99_ms) if first is not None else (None, None, None)
+            gaps = (itl.mean_ms, itl.median_ms, itl.p99_ms, itl.max_ms)
+            cells = ["" if value is None else f"{value:,.1f} ms" for value in (*times, *gaps)]
+            cached = f"{arm.cached_tokens[key]:,}" if key in arm.cached_tokens else ""
+            table.add_row(name, source, *cells, cached)
+    return Group(table, Text(_ratios(busy.ratios)))
 
 
 def _ratios(ratios: dict[str, float]) -> str:
     return ", ".join(f"{key.replace('_', ' ')} {value:.3f}" for key, value in ratios.items())
-
-
-def _verdict(targets: Sequence[Target]) -> Text:
-    if not targets:
-        return Text("")
-    return Text("ok", "green") if all(target.ok for target in targets) else Text("miss", "bold red")
-
-
-def _ms(seconds: float) -> str:
-    return _unit(seconds * 1e3)
-
-
-def _unit(milliseconds: float) -> str:
-    return f"{milliseconds:,.1f} ms"

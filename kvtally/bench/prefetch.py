@@ -4,147 +4,138 @@
       on        looked up and staged on arrival            off       looked up when the scheduler comes
       arena     everything is in host memory already       no store  computed by an engine without a connector
 
-Before each burst from disk the store is started anew, so that nothing is in its arena, and the engine's own prefix
-cache is emptied. The disk is throttled by the store (`--disk-read-limit`) to a speed at which loading one prompt takes
-as long as computing two, to four times that, and not at all. `on` and `off` load always; apart from them, one request
-at a time, loading is weighed against computing with a disk of 1 MB/s or less and with a fast one. Bursts of which the
-store has nothing show what prefetch costs where it is good for nothing.
+Before each burst from disk the store is restarted, so that its arena is empty, and so is the engine's own prefix cache.
+The store throttles its disk (`--disk-read-limit`) to a speed at which loading one prompt takes as long as computing
+two, then to four times that speed, then not at all. `on` and `off` always load. Apart from them, one request at a time,
+an engine weighs loading against computing, with a disk of 1 MB/s or less and with a fast one. Bursts of prompts that
+the store does not have show what prefetch costs where it cannot help.
 
-Owns the plan; engines are `bench.prefetch_engine`, stores `bench.processes`; `bench.prefetch_report` judges. One engine
-computes at a time, arms alternate within each round, every wait has a deadline.
+Owns the plan. Engines are `engine`, stores `daemon`; `prefetch_report` says what the figures mean. One engine computes
+at a time, and arms alternate within each round.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import os
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from msgspec.structs import replace
 from rich.console import Console
 
-from kvtally import __version__
-from kvtally.bench.command import engine_arguments, engine_options, measure
-from kvtally.bench.prefetch_engine import Burst, Bursted
+from kvtally.bench.command import json_option, measure
+from kvtally.bench.daemon import Daemon, Ledger, drop_pages
+from kvtally.bench.engine import Answer, Burst, Bursted, EngineProcess, Served
 from kvtally.bench.prefetch_report import Figures, Speed, Times, judge, page, same_queue_ratio, times
-from kvtally.bench.processes import Daemon, drop_pages
-from kvtally.bench.repeat import Engine, Ledger
-from kvtally.bench.repeat_engine import Answer, Start
 from kvtally.bench.repeat_report import Outputs, are_equal
 from kvtally.config.units import human_size
 from kvtally.errors import ConfigError
 from kvtally.wire.limits import MIB
 
-BURST_S = 300.0
 FIRST_SEED = 5_000
 PARTS = ("bursts", "nothing", "weighing")
 WARM_UP_SEED = 1
 WARM_UP_TOKENS = 300
 ARENA_BYTES = 512 * MIB
-SLOW_BYTES_S = 1_000_000  # or slower, where computing is so slow that this would be worth loading from
-SLOW_LOADS = 4.0  # loading from a slow disk takes so much longer than computing
+SLOW_BYTES_S = 1_000_000  # or slower, where computing is so slow that loading at this speed would pay
+SLOW_LOADS = 4.0  # loading from a slow disk takes this much longer than computing
 COMPUTES_PER_LOAD = 2.0  # computing this many prompts takes as long as loading one
-SPARE = 1.15  # the queue is full for so much longer than all loads take
+SPARE = 1.15  # the queue is full for this much longer than all loads take
 PROBED_TOKENS = 40
-
-
-class BurstEngine(Engine):
-    """An engine that is asked in bursts."""
-
-    program = "kvtally.bench.prefetch_engine"
-
-    def run(self, burst: Burst) -> Bursted:
-        found = self.ask(burst, Bursted, BURST_S)
-        if found.error:
-            raise self.broken(found.error)
-        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     """What is asked of the engines."""
 
-    python: str
-    model: str
-    prompt_tokens: int
+    served: Served
     requests: int
     fillers: int
     rounds: int
     parts: frozenset[str]
-    arguments: dict[str, Any]
+
+
+class Samples:
+    """What the bursts of one part took, by arm."""
+
+    def __init__(self) -> None:
+        self._bursts: defaultdict[str, list[Bursted]] = defaultdict(list)
+
+    def take(self, arm: str, engine: EngineProcess, burst: Burst) -> Bursted:
+        found = engine.burst(burst)
+        self._bursts[arm].append(found)
+        return found
+
+    def times(self) -> dict[str, Times]:
+        return {
+            arm: times(
+                [answer.seconds for burst in bursts for answer in burst.answers],
+                [burst.queue_s for burst in bursts],
+                [burst.cpu_s for burst in bursts],
+                [burst.connector_cpu_s for burst in bursts],
+            )
+            for arm, bursts in self._bursts.items()
+        }
 
 
 class Experiment:
-    """One run. Each arm's seconds are kept under its name."""
+    """One run."""
 
     def __init__(self, scale: Scale, directory: Path, tell: Console) -> None:
         self._scale = scale
         self._directory = directory
         self._tell = tell
         self._figures = Figures(
-            version=__version__,
+            cpus=len(os.sched_getaffinity(0)),
+            load_at_start=os.getloadavg()[0],
             rounds=scale.rounds,
             requests=scale.requests,
             fillers=scale.fillers,
-            prompt_tokens=scale.prompt_tokens,
+            prompt_tokens=scale.served.prompt_tokens,
         )
         self._seeds = list(range(FIRST_SEED, FIRST_SEED + scale.requests))
         self._next_seed = 100_000
         self._filler_tokens = 0
         self._outputs: defaultdict[int, Outputs] = defaultdict(Outputs)
-        self._stack = contextlib.ExitStack()
-        self._daemon: Daemon | None = None
+        self._stack = ExitStack()
+        self._daemon: Daemon
 
     def run(self) -> Figures:
-        with self._stack, contextlib.ExitStack() as engines:
+        with self._stack, ExitStack() as engines:
             self._restart(0)
-            plain = engines.enter_context(self._engine("plain", store=False))
+            plain = engines.enter_context(self._engine("plain", ""))
             self._figures.engine = plain.ready.engine
-            self._figures.model = self._scale.model or f"tiny {Path(plain.ready.model).name}"
+            self._figures.model = self._scale.served.model_name(plain.ready)
             with (
-                self._engine("on", always_load=True) as on,
-                self._engine("off", always_load=True, prefetch=False) as off,
+                self._engine("on", self._daemon.socket, always_load=True) as on,
+                self._engine("off", self._daemon.socket, always_load=True, prefetch=False) as off,
             ):
                 self._calibrate(plain, on)
                 full = self._figures.prompt_bytes / self._figures.compute_s / COMPUTES_PER_LOAD
                 if "bursts" in self._scale.parts:
-                    for name, disk_bytes_s in (
-                        ("load = 2 × compute", full),
-                        ("load = ½ × compute", 4 * full),
-                        ("fast", 0),
-                    ):
+                    speeds = {"load = 2 × compute": full, "load = ½ × compute": 4 * full, "fast": 0}
+                    for name, disk_bytes_s in speeds.items():
                         self._figures.speeds.append(self._bursts(name, int(disk_bytes_s), plain, on, off))
                 if "nothing" in self._scale.parts:
                     self._nothing(on, off)
             if "weighing" in self._scale.parts:
-                with self._engine("weighing") as weighing:
+                with self._engine("weighing", self._daemon.socket) as weighing:
                     self._weigh(plain, weighing)
         self._conclude()
         return self._figures
 
     # ---- parts
 
-    def _engine(self, name: str, *, store: bool = True, **settings: bool) -> BurstEngine:
+    def _engine(self, name: str, store: str, **settings: bool) -> EngineProcess:
         self._say(f"starting an engine ({name})")
-        start = Start(
-            model=self._scale.model,
-            scratch=str(self._directory / "models"),
-            store=self._socket if store else "",
-            prompt_tokens=self._scale.prompt_tokens,
-            arguments={"max_num_seqs": self._scale.fillers, **self._scale.arguments},
-            settings={"wait_ms": 60_000, **settings} if settings else {},
-        )
-        return BurstEngine(self._scale.python, start, self._directory / f"{name}.log")
-
-    @property
-    def _socket(self) -> str:
-        assert self._daemon is not None
-        return self._daemon.socket
+        patient = {"wait_ms": 60_000, **settings} if settings else {}
+        return self._scale.served.start(self._directory, name, store, patient, max_num_seqs=self._scale.fillers)
 
     def _restart(self, disk_bytes_s: int) -> None:
         """Another store on the same disk: nothing is in its arena."""
@@ -152,125 +143,106 @@ class Experiment:
         disk = self._directory / "disk"
         if disk.exists():
             drop_pages(disk)
-        self._daemon = self._stack.enter_context(
-            Daemon(
-                self._directory,
-                "store",
-                memory_bytes=ARENA_BYTES,
-                disk=disk,
-                disk_read_bytes_s=disk_bytes_s or None,
-            )
-        )
-        self._daemon.wait_populated()
+        limit = disk_bytes_s or None
+        daemon = Daemon(self._directory, "store", memory_bytes=ARENA_BYTES, disk=disk, disk_read_bytes_s=limit)
+        self._daemon = self._stack.enter_context(daemon)
+        daemon.wait_populated()
 
-    def _warm(self, engine: BurstEngine) -> None:
-        """Let it find the store; what is slow only the first time is nobody's figure."""
+    def _warm(self, engine: EngineProcess) -> None:
+        """Let it find the store, and do everything once before it is timed."""
+        tokens = min(WARM_UP_TOKENS, self._scale.served.prompt_tokens)
         for _ in range(2):
-            engine.run(Burst(seeds=[WARM_UP_SEED], tokens=min(WARM_UP_TOKENS, self._scale.prompt_tokens)))
+            engine.burst(Burst(seeds=[WARM_UP_SEED], tokens=tokens))
 
-    def _calibrate(self, plain: BurstEngine, on: BurstEngine) -> None:
-        """How long a prompt takes to compute, how large it is, and how long fillers must run."""
+    def _calibrate(self, plain: EngineProcess, on: EngineProcess) -> None:
+        """Find how long a prompt takes to compute, how large it is, and how long fillers must run."""
         self._say("calibrating")
-        assert self._daemon is not None
         with Ledger(self._daemon) as ledger:
             for engine in (plain, on):
                 self._warm(engine)
             before_bytes = ledger.wait_saved()
-            on.run(Burst(seeds=self._seeds, tokens=self._scale.prompt_tokens))
+            on.burst(self._prompts(self._seeds))
             self._figures.prompt_bytes = (ledger.wait_saved() - before_bytes) // self._scale.requests
             self._check_room()
-        alone = [self._alone(plain, seed).seconds for seed in self._fresh(5)]
+        alone = [plain.burst(self._prompts([seed])).answers[0].seconds for seed in self._fresh(5)]
         self._figures.compute_s = statistics.median(alone)
-        step_s = plain.run(self._burst([], PROBED_TOKENS)).filler_s / PROBED_TOKENS
+        step_s = plain.burst(self._queued([], PROBED_TOKENS)).filler_s / PROBED_TOKENS
         needed_s = SPARE * COMPUTES_PER_LOAD * self._scale.requests * self._figures.compute_s
         self._filler_tokens = max(PROBED_TOKENS, int(needed_s / step_s))
         told = f"{self._figures.compute_s:.2f} s for {self._figures.prompt_bytes:,} bytes"
         self._say(f"a prompt takes {told}; fillers of {self._filler_tokens} tokens for {needed_s:.1f} s")
 
     def _fresh(self, count: int) -> list[int]:
+        """Seeds that nobody has used."""
         self._next_seed += count
         return list(range(self._next_seed - count, self._next_seed))
 
-    def _burst(self, seeds: Sequence[int], filler_tokens: int) -> Burst:
-        return Burst(
-            seeds=list(seeds),
-            tokens=self._scale.prompt_tokens,
-            fillers=self._fresh(self._scale.fillers),
-            filler_tokens=filler_tokens,
-        )
+    def _prompts(self, seeds: Sequence[int]) -> Burst:
+        return Burst(seeds=list(seeds), tokens=self._scale.served.prompt_tokens)
 
-    def _alone(self, engine: BurstEngine, seed: int) -> Answer:
-        return engine.run(Burst(seeds=[seed], tokens=self._scale.prompt_tokens)).answers[0]
+    def _queued(self, seeds: Sequence[int], filler_tokens: int) -> Burst:
+        """Prompts that arrive when the running queue is full."""
+        fillers = self._fresh(self._scale.fillers)
+        return replace(self._prompts(seeds), fillers=fillers, filler_tokens=filler_tokens)
 
-    def _bursts(self, name: str, disk_bytes_s: int, plain: BurstEngine, on: BurstEngine, off: BurstEngine) -> Speed:
-        seconds: defaultdict[str, list[float]] = defaultdict(list)
-        queues_s: defaultdict[str, list[float]] = defaultdict(list)
+    def _bursts(
+        self, name: str, disk_bytes_s: int, plain: EngineProcess, on: EngineProcess, off: EngineProcess
+    ) -> Speed:
+        samples = Samples()
 
-        def take(arm: str, engine: BurstEngine) -> None:
-            found = engine.run(self._burst(self._seeds, self._filler_tokens))
-            seconds[arm] += [answer.seconds for answer in found.answers]
-            queues_s[arm].append(found.queue_s)
+        def take(arm: str, engine: EngineProcess) -> None:
+            found = samples.take(arm, engine, self._queued(self._seeds, self._filler_tokens))
             mean_s = statistics.mean(answer.seconds for answer in found.answers)
             self._say(f"{name}: {arm} {mean_s:.2f} s, the queue was full for {found.queue_s:.2f} s")
             for seed, answer in zip(self._seeds, found.answers, strict=True):
-                outputs = self._outputs[seed]
-                (outputs.references if engine is plain else outputs.restored).append(answer)
+                self._compare(seed, answer, is_reference=engine is plain)
             self._figures.queue_s = found.queue_s
 
         for number in range(self._scale.rounds):
-            for arm, engine in (("on", on), ("off", off)) if number % 2 else (("off", off), ("on", on)):
+            for arm, engine in _in_turn(number, on, off):
                 self._restart(disk_bytes_s)
                 self._warm(engine)
                 take(arm, engine)
                 if arm == "on":
                     take("arena", on)
             take("no_store", plain)
-        order = ("on", "off", "arena", "no_store")
-        return Speed(
-            name=name, disk_bytes_s=disk_bytes_s, arms={arm: times(seconds[arm], queues_s[arm]) for arm in order}
-        )
+        found = samples.times()
+        arms = {arm: found[arm] for arm in ("on", "off", "arena", "no_store")}
+        return Speed(name=name, disk_bytes_s=disk_bytes_s, arms=arms)
 
-    def _nothing(self, on: BurstEngine, off: BurstEngine) -> None:
+    def _nothing(self, on: EngineProcess, off: EngineProcess) -> None:
         """Prompts that nobody has saved."""
-        cpu_s: defaultdict[str, list[float]] = defaultdict(list)
-        connector_s: defaultdict[str, list[float]] = defaultdict(list)
-        seconds: defaultdict[str, list[float]] = defaultdict(list)
-        queues_s: defaultdict[str, list[float]] = defaultdict(list)
+        samples = Samples()
         for number in range(2 * self._scale.rounds):
-            for arm, engine in (("on", on), ("off", off)) if number % 2 else (("off", off), ("on", on)):
+            for arm, engine in _in_turn(number, on, off):
                 self._say(f"nothing saved: {arm}")
-                found = engine.run(self._burst(self._fresh(self._scale.requests), self._filler_tokens // 4))
-                seconds[arm] += [answer.seconds for answer in found.answers]
-                queues_s[arm].append(found.queue_s)
-                cpu_s[arm].append(found.cpu_s)
-                connector_s[arm].append(found.connector_cpu_s)
-        self._figures.nothing = {
-            arm: times(found, queues_s[arm], cpu_s[arm], connector_s[arm]) for arm, found in seconds.items()
-        }
+                samples.take(arm, engine, self._queued(self._fresh(self._scale.requests), self._filler_tokens // 4))
+        self._figures.nothing = samples.times()
 
-    def _weigh(self, plain: BurstEngine, weighing: BurstEngine) -> None:
-        """One request at a time, as an engine with nothing else to do sees it."""
-        seconds: defaultdict[str, list[float]] = defaultdict(list)
+    def _weigh(self, plain: EngineProcess, weighing: EngineProcess) -> None:
+        """One request at a time, as in an engine that has nothing else to do."""
+        samples = Samples()
         for arm, disk_bytes_s in (("slow disk", self._slow_bytes_s()), ("fast disk", 0)):
             self._restart(disk_bytes_s)
             self._warm(weighing)
-            weighing.run(Burst(seeds=self._fresh(3), tokens=self._scale.prompt_tokens))  # it learns its own speed
-            assert self._daemon is not None
+            weighing.burst(self._prompts(self._fresh(3)))  # it learns its own speed
             with Ledger(self._daemon) as ledger:
                 for seed in self._seeds:
                     self._say(f"one at a time: {arm}")
-                    computed = self._alone(plain, seed)
-                    seconds["no_store"].append(computed.seconds)
-                    self._outputs[seed].references.append(computed)
-                    answer = self._alone(weighing, seed)
-                    seconds[arm].append(answer.seconds)
-                    self._outputs[seed].restored.append(answer)
+                    (computed,) = samples.take("no_store", plain, self._prompts([seed])).answers
+                    self._compare(seed, computed, is_reference=True)
+                    (answer,) = samples.take(arm, weighing, self._prompts([seed])).answers
+                    self._compare(seed, answer, is_reference=False)
                     half = ledger.next_half()
                     if disk_bytes_s:
                         self._figures.slow_tier_left_tokens = half.left_tokens
                     else:
                         self._figures.fast_tier_disk_tokens = half.tokens_disk
-        self._figures.single = {arm: times(found) for arm, found in seconds.items()}
+        self._figures.single = samples.times()
+
+    def _compare(self, seed: int, answer: Answer, *, is_reference: bool) -> None:
+        outputs = self._outputs[seed]
+        (outputs.references if is_reference else outputs.restored).append(answer)
 
     def _slow_bytes_s(self) -> int:
         worthless = int(self._figures.prompt_bytes / self._figures.compute_s / SLOW_LOADS)
@@ -294,12 +266,13 @@ class Experiment:
             figures.nothing_added_cpu = more_s / statistics.median(off.cpu_s)
             figures.nothing_ttft_on_over_off = same_queue_ratio(figures.nothing, "on", "off")
         if figures.single:
-            figures.slow_tier_over_no_store = _ratio(figures.single["slow disk"], figures.single["no_store"])
+            slow, computed = figures.single["slow disk"], figures.single["no_store"]
+            figures.slow_tier_over_no_store = slow.p50_s / computed.p50_s
         figures.outputs_equal = not self._outputs or are_equal(list(self._outputs.values()))
         figures.targets = judge(figures)
 
     def _check_room(self) -> None:
-        """What has left the arena before it is asked for is not what is measured."""
+        """Nothing may be evicted from the arena before it is asked for."""
         needed = self._figures.prompt_bytes * self._scale.requests
         if needed > ARENA_BYTES * 3 // 4:
             raise ConfigError(
@@ -311,49 +284,51 @@ class Experiment:
         self._tell.print(what, style="dim")
 
 
-def _ratio(one: Times, other: Times) -> float:
-    """Of medians: a neighbour's noise in one request is no cost of ours."""
-    return one.p50_s / other.p50_s
+def _in_turn(number: int, on: EngineProcess, off: EngineProcess) -> list[tuple[str, EngineProcess]]:
+    """Both arms of a round; each goes first equally often."""
+    arms = [("off", off), ("on", on)]
+    return arms[::-1] if number % 2 else arms
 
 
 # ---- the command
 
 
 def main(arguments: Sequence[str]) -> int:
+    """The exit code says whether outputs were equal, not whether targets were met."""
     options = _parser().parse_args(arguments)
     scale, console = _scale(options), Console(stderr=True, highlight=False)
-    return measure(options, lambda directory: Experiment(scale, directory, console).run(), page)
+    figures = measure(options, lambda directory: Experiment(scale, directory, console).run(), page)
+    return 0 if figures.outputs_equal else 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvtally bench prefetch",
-        description="Time the first token of prompts whose KV lies on a slow disk, while vLLM's running queue is full: "
-        "prefetch on, off, everything in the arena, and without a store.",
+        description="Measure what early prefetch is worth: a burst of prompts whose KV lies on a slow disk arrives "
+        "while vLLM's running queue is full. Times the first tokens with prefetch on, with it off, with all KV in the "
+        "arena, and without a store. Needs vLLM; takes about half an hour on a CPU.",
     )
-    engine_options(parser)
+    json_option(parser)
+    Served.add_options(parser)
     parser.add_argument("--requests", metavar="N", type=int, default=6, help="prompts in a burst (6)")
     parser.add_argument("--fillers", metavar="N", type=int, default=4, help="requests that fill the running queue (4)")
     parser.add_argument("--rounds", metavar="N", type=int, default=3, help="bursts of each arm and speed (3)")
-    parser.add_argument("--part", choices=PARTS, action="append", help="only this part; may be repeated")
+    parser.add_argument("--part", choices=PARTS, action="append", help="measure only this part; may be repeated")
     return parser
 
 
 def _scale(options: argparse.Namespace) -> Scale:
-    if options.prompt_tokens < 2 or min(options.requests, options.fillers, options.rounds) < 1:
+    if min(options.requests, options.fillers, options.rounds) < 1:
         raise ConfigError(
-            "there must be a prompt, of two tokens or more, and one of everything else",
-            remedy="Give --prompt-tokens 2 and more, --requests, --fillers and --rounds 1 and more.",
+            "there must be at least one request, one filler and one round",
+            remedy="Give --requests, --fillers and --rounds 1 or more.",
         )
     return Scale(
-        python=options.python,
-        model=options.model,
-        prompt_tokens=options.prompt_tokens,
+        served=Served.of(options),
         requests=options.requests,
         fillers=options.fillers,
         rounds=options.rounds,
         parts=frozenset(options.part or PARTS),
-        arguments=engine_arguments(options),
     )
 
 

@@ -1,7 +1,4 @@
-"""What `kvtally bench prefetch` found: times to the first token by arm and disk speed; for programs and people.
-
-Owns the figures' form, the targets and the table. Measures nothing: `bench.prefetch` does.
-"""
+"""What `kvtally bench prefetch` found: times to the first token, by arm and by the disk's speed. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +6,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 import msgspec
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
+
+from kvtally import __version__
+from kvtally.bench import report
+from kvtally.bench.report import Row, Target, joined, p99, plain_table, rows_table
 
 GAIN_TARGET = 0.28  # the best figure of the pull request that asked for this in vLLM
 ARENA_TARGET = 1.10
@@ -47,18 +46,11 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
         return same_queue_ratio(self.arms, one, other)
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
-    key: str
-    value: float
-    target: str
-    ok: bool | None  # None: what was measured varies by more than what is to be told apart
-
-
 class Figures(msgspec.Struct, kw_only=True):
     """Everything that was measured. The `mean_ttft_*` are those of the disk that loads one request while two could be
     computed."""
 
-    version: str = ""
+    version: str = __version__
     engine: str = ""
     model: str = ""
     cpus: int = 0
@@ -93,14 +85,9 @@ class Figures(msgspec.Struct, kw_only=True):
     targets: list[Target] = []
 
 
-def is_noisy(samples: Sequence[float], target: float) -> bool:
-    """Whether samples of the same thing vary by more than five times the difference that is to be told."""
-    return bool(samples) and (max(samples) - min(samples)) / statistics.median(samples) > 5 * abs(target - 1)
-
-
 def same_queue_ratio(arms: Mapping[str, Times], one: str, other: str) -> float:
-    """Of two arms' mean times to the first token, each behind the same queue: that of the median arm. A busy neighbour
-    lengthens the queue of one arm and not of another, by more than what is to be measured."""
+    """The ratio of two arms' mean times to the first token, both behind the same queue: that of the median arm. A busy
+    neighbour lengthens the queue of one arm and not of another, by more than what is to be measured."""
     queue_s = statistics.median(found.queue_s for found in arms.values())
     return (queue_s + arms[one].after_queue_s) / (queue_s + arms[other].after_queue_s)
 
@@ -111,11 +98,10 @@ def times(
     cpu_s: Sequence[float] = (),
     connector_cpu_s: Sequence[float] = (),
 ) -> Times:
-    ordered = sorted(seconds)
     return Times(
-        mean_s=statistics.mean(ordered),
-        p50_s=statistics.median(ordered),
-        p99_s=ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+        mean_s=statistics.mean(seconds),
+        p50_s=statistics.median(seconds),
+        p99_s=p99(seconds),
         queue_s=statistics.mean(queues_s),
         cpu_s=list(cpu_s),
         connector_cpu_s=list(connector_cpu_s),
@@ -123,32 +109,33 @@ def times(
     )
 
 
-def judge(figures: Figures) -> list[Target]:
-    """Of what was measured."""
-
-    def at_most(key: str, value: float, target: float, reference: Sequence[float] = ()) -> Target:
-        ok = None if is_noisy(reference, target) else value <= target
-        return Target(key=key, value=value, target=f"≤ {target:g} ×", ok=ok)
-
-    gain = Target(key="gain", value=figures.gain, target=f"≥ {GAIN_TARGET:.0%}", ok=figures.gain >= GAIN_TARGET)
-    kept = figures.fast_tier_disk_tokens
-    targets: list[Target] = []
+def rows(figures: Figures) -> list[Row]:
+    """What has a target, in the parts that were measured."""
+    found: list[Row] = []
     if figures.speeds:
-        targets += [gain, at_most("on_over_arena", figures.on_over_arena, ARENA_TARGET)]
+        found.append(Row(key="gain", value=figures.gain).at_least(GAIN_TARGET, f"{GAIN_TARGET:.0%}"))
+        found.append(Row(key="on_over_arena", value=figures.on_over_arena, unit="×").at_most(ARENA_TARGET))
     if figures.nothing:
-        same = figures.nothing["off"].cpu_s
-        targets.append(at_most("nothing_on_over_off", figures.nothing_on_over_off, NOTHING_TARGET, same))
-        added = figures.nothing_added_cpu
-        is_little = added <= ADDED_CPU_TARGET
-        targets.append(Target(key="nothing_added_cpu", value=added, target=f"≤ {ADDED_CPU_TARGET:g}", ok=is_little))
+        ratio = Row(key="nothing_on_over_off", value=figures.nothing_on_over_off, unit="×").at_most(NOTHING_TARGET)
+        found.append(_unless_noisy(ratio, figures.nothing["off"].cpu_s, NOTHING_TARGET))
+        found.append(Row(key="nothing_added_cpu", value=figures.nothing_added_cpu).at_most(ADDED_CPU_TARGET))
     if figures.single:
+        slow = Row(key="slow_tier_over_no_store", value=figures.slow_tier_over_no_store, unit="×")
         same = figures.single["no_store"].samples
-        targets.append(at_most("slow_tier_over_no_store", figures.slow_tier_over_no_store, RECOMPUTE_TARGET, same))
-        targets.append(Target(key="fast_tier_disk_tokens", value=kept, target="kept", ok=kept > 0))
-    return targets
+        found.append(_unless_noisy(slow.at_most(RECOMPUTE_TARGET), same, RECOMPUTE_TARGET))
+        kept = figures.fast_tier_disk_tokens
+        found.append(Row(key="fast_tier_disk_tokens", value=kept).judged("kept", kept > 0))
+    return found
 
 
-_VERDICTS = {True: "ok", False: "miss", None: "too noisy to tell"}
+def judge(figures: Figures) -> list[Target]:
+    return Target.of(rows(figures))
+
+
+def _unless_noisy(row: Row, samples: Sequence[float], target: float) -> Row:
+    """Not judged, if samples of one and the same thing vary by more than five times the difference to be seen."""
+    spread = (max(samples) - min(samples)) / statistics.median(samples) if samples else 0.0
+    return row.judged(row.target, None) if spread > 5 * abs(target - 1) else row
 
 
 def _compared(figures: Figures) -> str:
@@ -158,24 +145,23 @@ def _compared(figures: Figures) -> str:
 
 
 def page(figures: Figures) -> RenderableType:
-    table = Table(
-        "disk", "arm", "mean", "p50", "p99", "queue", title="time to the first token, in seconds", title_justify="left"
-    )
-    for speed in figures.speeds:
-        for arm, found in speed.arms.items():
-            shown = (found.mean_s, found.p50_s, found.p99_s, found.queue_s)
-            table.add_row(speed.name, arm, *(f"{value:.3f}" for value in shown))
-    for title, arms in (("one at a time", figures.single), ("nothing saved", figures.nothing)):
+    table = plain_table("disk", "arm", ">mean s", ">p50", ">p99", ">queue")
+    parts = [(speed.name, speed.arms) for speed in figures.speeds]
+    for title, arms in (*parts, ("one at a time", figures.single), ("nothing saved", figures.nothing)):
         for arm, found in arms.items():
             shown = (found.mean_s, found.p50_s, found.p99_s, found.queue_s)
             table.add_row(title, arm, *(f"{value:.3f}" for value in shown))
-    targets = Table("target", "measured", "to reach", "", title_justify="left")
-    for target in figures.targets:
-        targets.add_row(target.key, f"{target.value:.3f}", target.target, _VERDICTS[target.ok])
-    what = (
-        f"{figures.engine}, {figures.model}: {figures.requests} prompts of {figures.prompt_tokens} tokens behind "
-        f"{figures.fillers} that keep the running queue full for {figures.queue_s:.1f} s; computing one takes "
-        f"{figures.compute_s:.2f} s. Outputs {_compared(figures)}. "
-        f"{figures.cpus} cores, load {figures.load_at_start:.1f} at the start, {figures.elapsed_s:.0f} s."
+    headline = joined(
+        f"kvtally {figures.version}",
+        figures.engine,
+        figures.model,
+        f"{figures.cpus} cores",
+        f"{figures.elapsed_s:.0f} s",
     )
-    return Group(table, Text(), targets, Text(), Text(what))
+    notes = [
+        f"Seconds to the first token of {figures.requests} prompts of {figures.prompt_tokens:,} tokens, behind "
+        f"{figures.fillers} requests that keep the running queue full for {figures.queue_s:.1f} s. Computing one "
+        f"prompt takes {figures.compute_s:.2f} s. Outputs: {_compared(figures)}.",
+        f"Load at the start: {figures.load_at_start:.1f}. Where equal bursts vary too much, a target is not judged.",
+    ]
+    return report.page(headline, table, rows_table(rows(figures), "target"), notes=notes)

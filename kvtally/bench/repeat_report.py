@@ -1,30 +1,25 @@
-"""What `kvtally bench repeat` found: medians, ratios and targets, whether outputs are equal; for programs and people.
-
-Owns the figures' form, the rule by which answers count as equal, and the table. Measures nothing: `bench.repeat` does.
-"""
+"""What `kvtally bench repeat` found: medians, ratios and targets, and whether answers are equal. Pure."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
-from kvtally.bench.repeat_engine import Answer
+from kvtally import __version__
+from kvtally.bench import report
+from kvtally.bench.engine import Answer
+from kvtally.bench.report import Row, Target, joined, median, rows_table
 from kvtally.config.units import human_size
 from kvtally.core.receipts import Half
 
 LOGPROB_TOLERANCE = 1e-3
-REPEAT_TARGET = 1.15
-COLD_TARGET = 1.03
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """What the receipts say of one arm; medians over its requests."""
+    """What the receipts say about one arm; medians over its requests."""
 
     tokens_host: int = 0
     tokens_disk: int = 0
@@ -38,7 +33,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 class Figures(msgspec.Struct, kw_only=True):
     """Everything that was measured. Times are medians, in seconds; `samples` has all of them."""
 
-    version: str = ""
+    version: str = __version__
     engine: str = ""
     model: str = ""
     cpus: int = 0
@@ -70,13 +65,6 @@ class Figures(msgspec.Struct, kw_only=True):
     targets: list[Target] = []
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
-    key: str
-    value: float
-    target: str
-    ok: bool
-
-
 @dataclass(slots=True)
 class Outputs:
     """Answers to one prompt. `references` are the engine's without a connector: computed, and with its own hit."""
@@ -86,9 +74,6 @@ class Outputs:
 
 
 def view(halves: Sequence[Half]) -> View:
-    def median(values: Sequence[float]) -> float:
-        return statistics.median(values) if values else 0.0
-
     return View(
         tokens_host=int(median([half.tokens_host for half in halves])),
         tokens_disk=int(median([half.tokens_disk for half in halves])),
@@ -124,55 +109,46 @@ def are_equal(outputs: Sequence[Outputs]) -> bool:
     )
 
 
-def judge(figures: Figures) -> list[Target]:
-    def at_most(key: str, value: float, target: float) -> Target:
-        return Target(key=key, value=value, target=f"≤ {target:g} ×", ok=value <= target)
+def rows(figures: Figures) -> list[Row]:
+    """Times to the first token, in milliseconds, beside the engine without a connector."""
 
+    def row(key: str, name: str, seconds: float, limit_s: float, limit_name: str) -> Row:
+        return Row(key=key, name=name, value=seconds * 1e3, unit="ms").beside(limit_s * 1e3, limit_name)
+
+    cold_s, hit_s, own_hit = figures.cold_no_connector_s, figures.gpu_hit_s, "its own hit"
+    with_ours_s = figures.gpu_hit_with_connector_s
     return [
-        at_most("repeat_over_gpu_hit", figures.repeat_over_gpu_hit, REPEAT_TARGET),
-        at_most("cold_over_no_connector", figures.cold_over_no_connector, COLD_TARGET),
-        Target(key="outputs_equal", value=figures.outputs_equal, target="yes", ok=figures.outputs_equal),
+        row("repeat_over_gpu_hit", "repeat, from the arena", figures.repeat_arena_s, hit_s, own_hit).at_most(1.15),
+        row("repeat_disk_s", "repeat, from disk", figures.repeat_disk_s, hit_s, own_hit),
+        row("gpu_hit_with_connector_s", "repeat, own prefix hit", with_ours_s, hit_s, own_hit),
+        row("no_connector_repeat_s", "repeat, computed again", figures.no_connector_repeat_s, hit_s, own_hit),
+        row("cold_over_no_connector", "cold", figures.cold_s, cold_s, "cold").at_most(1.03),
     ]
+
+
+def judge(figures: Figures) -> list[Target]:
+    is_equal = figures.outputs_equal
+    return [*Target.of(rows(figures)), Target(key="outputs_equal", value=is_equal, target="yes", ok=is_equal)]
 
 
 def page(figures: Figures) -> RenderableType:
-    """The table for people."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("first token after", ">no connector", ">kvtally", ">", "of", ">target", "verdict"):
-        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
-    targets = {target.key: target for target in figures.targets}
-    computed_s, hit_s, own_hit = figures.no_connector_repeat_s, figures.gpu_hit_s, "an own hit"
-    rows = [
-        ("cold", figures.cold_no_connector_s, figures.cold_s, figures.cold_no_connector_s, "no connector"),
-        ("repeat, own prefix hit", hit_s, figures.gpu_hit_with_connector_s, hit_s, "no connector"),
-        ("repeat, from the arena", computed_s, figures.repeat_arena_s, hit_s, own_hit),
-        ("repeat, from disk", computed_s, figures.repeat_disk_s, hit_s, own_hit),
-    ]
-    promised = {"cold": targets["cold_over_no_connector"], "repeat, from the arena": targets["repeat_over_gpu_hit"]}
-    for name, plain_s, ours_s, against_s, against in rows:
-        target = promised.get(name)
-        verdict = Text("") if target is None else Text("ok", "green") if target.ok else Text("miss", "bold red")
-        ratio = f"{ours_s / against_s:.2f} ×"
-        table.add_row(name, _ms(plain_s), _ms(ours_s), ratio, against, target.target if target else "", verdict)
-    return Group(Text(_headline(figures), style="bold"), Text(), table, Text(), *map(Text, _notes(figures)))
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f} ms"
-
-
-def _headline(figures: Figures) -> str:
-    return (
-        f"kvtally {figures.version} · {figures.engine} · {figures.model} · {figures.fills} prompts of "
-        f"{figures.prompt_tokens:,} tokens · {figures.cpus} cores · {figures.elapsed_s:.0f} s"
+    headline = joined(
+        f"kvtally {figures.version}",
+        figures.engine,
+        figures.model,
+        f"{figures.fills} prompts of {figures.prompt_tokens:,} tokens",
+        f"{figures.cpus} cores",
+        f"{figures.elapsed_s:.0f} s",
     )
+    return report.page(headline, rows_table(rows(figures), "time to the first token"), notes=_notes(figures))
 
 
 def _notes(figures: Figures) -> list[str]:
     notes = [
+        "Limits are those of the same engine without a connector, which took turns with ours.",
         f"Reused: {figures.reused_tokens:,} of {figures.prompt_tokens:,} tokens (by an own hit: "
         f"{figures.gpu_hit_tokens:,}); a repeat became {figures.no_connector_over_repeat:.1f} times as fast. "
-        f"Saved: {human_size(figures.saved_bytes)} a prompt.",
+        f"Saved: {human_size(figures.saved_bytes)} for each prompt.",
         "Outputs: equal to those without a connector."
         if figures.outputs_equal
         else f"Outputs: NOT equal; logprobs differ by up to {figures.logprob_difference:.2g}.",

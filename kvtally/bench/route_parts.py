@@ -1,11 +1,12 @@
-"""The processes of `kvtally bench route` beside the router: an engine, a pass-through, and whoever asks.
+"""The processes of `kvtally bench route` beside the router: an engine, a pass-through, and the load.
 
     python -m kvtally.bench.route_parts engine SOCKET       answers at once; files receipts as a connector would
     python -m kvtally.bench.route_parts passthrough URL     the least that a proxy in Python with aiohttp can do
-    python -m kvtally.bench.route_parts load                carries out one task after another (stdin to stdout)
+    python -m kvtally.bench.route_parts load                carries out one task after another
 
-Engine and load speak just enough HTTP for one another, on bare sockets: they must not be what is measured. The first
-two print the port they listen on. Only `bench.route` imports this, for the tasks. Threading: one event loop each.
+All three are workers (`kvtally.processes`); the first two reply once, with the port they listen on. Engine and load
+speak just enough HTTP for one another, on bare sockets: they must not be what is measured. `bench.route` imports this
+for the messages. Threading: one event loop each.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import uvloop
 from aiohttp import web
 
 from kvtally.core.receipts import Half, Role
+from kvtally.processes import Wire, serve
 from kvtally.wire.frames import encode
 from kvtally.wire.messages import PROTOCOL_VERSION, Hello, ReceiptFile
 
@@ -168,8 +170,7 @@ async def engine(socket: str) -> None:
     loop = asyncio.get_running_loop()
     _, store = await loop.create_unix_connection(_Store, socket)
     server = await loop.create_server(lambda: _Engine(store), "127.0.0.1", 0, backlog=1024)
-    _say_port(server.sockets[0].getsockname()[1])
-    await server.serve_forever()
+    await _listen(server.sockets[0].getsockname()[1])
 
 
 # ---- the pass-through
@@ -198,8 +199,7 @@ async def passthrough(url: str) -> None:
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
-    _say_port(runner.addresses[0][1])
-    await asyncio.Event().wait()
+    await _listen(runner.addresses[0][1])
 
 
 # ---- the load
@@ -314,19 +314,21 @@ async def _carry_out(task: Task) -> Outcome:
     )
 
 
-async def load() -> None:
-    loop = asyncio.get_running_loop()
-    while line := await loop.run_in_executor(None, sys.stdin.buffer.readline):
-        outcome = await _carry_out(msgspec.json.decode(line, type=Task))
-        sys.stdout.buffer.write(msgspec.json.encode(outcome) + b"\n")
-        sys.stdout.buffer.flush()
+def load() -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        serve(lambda line: runner.run(_carry_out(msgspec.json.decode(line, type=Task))))
 
 
-def _say_port(port: int) -> None:
-    sys.stdout.write(f"{port}\n")
-    sys.stdout.flush()
+async def _listen(port: int) -> None:
+    """Say the port, and serve until stdin ends."""
+    wire = Wire()
+    wire.answer(port)
+    await asyncio.get_running_loop().run_in_executor(None, list, wire)
 
 
 if __name__ == "__main__":
     _part, *_rest = sys.argv[1:]
-    uvloop.run({"engine": engine, "passthrough": passthrough}[_part](*_rest) if _rest else load())
+    if _part == "load":
+        load()
+    else:
+        uvloop.run({"engine": engine, "passthrough": passthrough}[_part](*_rest))

@@ -5,10 +5,10 @@
     1..8 clients   checksummed puts and verified gets         │ as many memcpy processes
     lookups        16,384 tokens, 4 groups, 256 objects       │ an empty round trip; the same in a small index
 
-Owns the plan: which sample follows which. Samples of a limit and of ours alternate, so that a noisy neighbour hits
-both. Stores and measuring workers are processes of their own (`processes`, `tasks`); judging is `report`'s.
-The store without a lower tier is the one that is measured, except where the disk is: write-behind would compete for
-the cores with whatever is being timed.
+Owns the plan: which sample follows which. Samples of a limit and of ours alternate, so that a noisy neighbour disturbs
+both. Stores (`daemon`) and measuring workers (`tasks`) are processes of their own; `store_report` says what the figures
+mean. Only the disk is measured with a store that has a disk tier: elsewhere write-behind would compete for the cores
+with what is being timed.
 """
 
 from __future__ import annotations
@@ -18,22 +18,19 @@ import mmap
 import os
 import random
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from kvtally import __version__
-from kvtally.bench.command import leaving, place
-from kvtally.bench.processes import Daemon, Worker, ask_all, drop_pages
-from kvtally.bench.report import Figures, judge, page
-from kvtally.bench.samples import Samples
+from kvtally.bench.command import Meter, disk_directory, json_option, measure, size_of
+from kvtally.bench.daemon import Daemon, drop_pages
+from kvtally.bench.report import median, p99
+from kvtally.bench.store_report import Figures, Latency, page, rows
 from kvtally.bench.tasks import (
     CHUNK_TOKENS,
     OBJECT_BYTES,
@@ -55,10 +52,12 @@ from kvtally.bench.tasks import (
     RawWrite,
     Shape,
     Task,
+    TaskWorker,
     Window,
+    run_all,
 )
 from kvtally.config.sizes import available_memory_bytes
-from kvtally.config.units import human_size, parse_size
+from kvtally.config.units import human_size
 from kvtally.errors import ConfigError
 from kvtally.wire.limits import MIB, SECOND_NS
 
@@ -71,11 +70,12 @@ SPARE_BYTES = 64 * MIB
 FILL_STEP_PROMPTS = 256
 FILLED_PER_S = 20_000
 
-# Names of samples: of the time that passed, and of the part of it in which the measuring process had a processor.
+# Names of samples: the time that passed, and the part of it in which the measuring process had a processor.
 MEMCPY, PUT, FIRST_TOUCH, PUT_CHECKSUMMED, GET, GET_VERIFIED = (
     (name, f"{name}, processor")
     for name in ("memcpy", "put", "put_first_touch", "put_checksummed", "get", "get_verified")
 )
+WHOLE, UNMAPPED = "memcpy_whole", "put_first_touch_unmapped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,18 +128,34 @@ QUICK = Scale(
 )
 
 
-class Meter:
-    """The progress bar. Phases are as long as their weights say, roughly seconds."""
+class Samples:
+    """Seconds by name, in the blocks in which a worker measured them."""
 
-    def __init__(self, progress: Progress, total: float) -> None:
-        self._progress = progress
-        self._task: TaskID = progress.add_task("starting", total=total)
+    def __init__(self, worker: TaskWorker) -> None:
+        self.worker = worker
+        self._blocks: dict[str, list[list[float]]] = defaultdict(list)
 
-    @contextmanager
-    def phase(self, name: str, weight: float) -> Iterator[None]:
-        self._progress.update(self._task, description=name)
-        yield
-        self._progress.advance(self._task, weight)
+    def take(self, name: str, task: Task) -> None:
+        self._blocks[name].append(self.worker.run(task))
+
+    def take_each(self, names: Sequence[str], task: Task) -> None:
+        """A task that measures several times, each under a name of its own."""
+        for name, seconds in zip(names, self.worker.run(task), strict=True):
+            self._blocks[name].append([seconds])
+
+    def gbps(self, name: str, size_bytes: int) -> float:
+        return size_bytes / min(self._all(name)) / 1e9
+
+    def median_gbps(self, name: str, size_bytes: int) -> float:
+        return size_bytes / median(self._all(name)) / 1e9
+
+    def latency(self, name: str) -> Latency:
+        samples = self._all(name)
+        quiet_s = min(map(median, self._blocks[name]))
+        return Latency(quiet_ms=quiet_s * 1e3, median_ms=median(samples) * 1e3, p99_ms=p99(samples) * 1e3)
+
+    def _all(self, name: str) -> list[float]:
+        return [seconds for block in self._blocks[name] for seconds in block]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,22 +169,25 @@ class Plan:
     figures: Figures
 
     def run(self) -> None:
-        with Worker() as worker:
-            worker.ask(Allocate(self.scale.objects))
+        with self._worker("bulk") as worker:
+            worker.run(Allocate(self.scale.objects))
             with Daemon(self.directory, "memory", memory_bytes=self.scale.memory_bytes) as daemon:
                 self._memory(daemon, worker)
             self._disk(worker)
-        with Worker() as worker:
+        with self._worker("index") as worker:
             self._index(worker)
             self._dense(worker)
 
+    def _worker(self, name: str) -> TaskWorker:
+        return TaskWorker(self.directory / f"worker-{name}.log")
+
     # ---- bytes through shared memory
 
-    def _memory(self, daemon: Daemon, worker: Worker) -> None:
+    def _memory(self, daemon: Daemon, worker: TaskWorker) -> None:
         with self.meter.phase("pre-faulting", 3):
-            worker.ask(Connect("mapped", daemon.socket, Shape.BULK, prefault=True))
-            worker.ask(Connect("unmapped", daemon.socket, Shape.BULK))
-            worker.ask(Connect("hybrid", daemon.socket, Shape.HYBRID))
+            worker.run(Connect("mapped", daemon.socket, Shape.BULK, prefault=True))
+            worker.run(Connect("unmapped", daemon.socket, Shape.BULK))
+            worker.run(Connect("hybrid", daemon.socket, Shape.HYBRID))
             daemon.wait_populated()
         state = daemon.state
         self.figures.arena_bytes, self.figures.huge_pages = state.arena.capacity_bytes, state.server.huge_pages
@@ -183,7 +202,7 @@ class Plan:
             begun_s, begun = daemon.cpu_s, time.monotonic()
             time.sleep(self.scale.idle_s)
             self.figures.idle_cpu_percent = (daemon.cpu_s - begun_s) / (time.monotonic() - begun) * 100
-        worker.ask(Disconnect())
+        worker.run(Disconnect())
         with self.meter.phase("several clients", 16):
             self._clients(daemon)
 
@@ -194,7 +213,7 @@ class Plan:
             samples.take_each(MEMCPY, Copy())
             samples.take_each(FIRST_TOUCH, Put("mapped", number, checksummed=False))
             samples.take_each(MEMCPY, Copy())
-            samples.take_each(("put_first_touch_unmapped", ""), Put("unmapped", number + 1, checksummed=False))
+            samples.take_each((UNMAPPED, ""), Put("unmapped", number + 1, checksummed=False))
         return sets
 
     def _put_and_get(self, samples: Samples, used: int) -> None:
@@ -208,24 +227,19 @@ class Plan:
             samples.take_each(PUT_CHECKSUMMED, Put("mapped", number + 1, checksummed=True))
             samples.take_each(MEMCPY, Copy())
             samples.take_each(("", *GET_VERIFIED), Get("mapped", number + 1, verify=True))
-            samples.take_each(("memcpy_whole", ""), CopyWhole())
+            samples.take_each((WHOLE, ""), CopyWhole())
         figures, size_bytes = self.figures, self.scale.set_bytes
-        figures.memcpy_gbps = samples.gbps("memcpy", size_bytes)
-        figures.memcpy_median_gbps = samples.median_gbps("memcpy", size_bytes)
-        figures.memcpy_whole_gbps = samples.gbps("memcpy_whole", size_bytes)
-        figures.put_gbps = samples.gbps("put", size_bytes)
-        figures.put_first_touch_gbps = samples.gbps("put_first_touch", size_bytes)
-        figures.put_first_touch_unmapped_gbps = samples.gbps("put_first_touch_unmapped", size_bytes)
-        figures.put_checksummed_gbps = samples.gbps("put_checksummed", size_bytes)
-        figures.get_gbps = samples.gbps("get", size_bytes)
-        figures.get_verified_gbps = samples.gbps("get_verified", size_bytes)
+        ours = (PUT, FIRST_TOUCH, PUT_CHECKSUMMED, GET, GET_VERIFIED)
+        for name in (MEMCPY[0], WHOLE, UNMAPPED, *(name for name, _ in ours)):
+            setattr(figures, f"{name}_gbps", samples.gbps(name, size_bytes))
+        figures.memcpy_median_gbps = samples.median_gbps(MEMCPY[0], size_bytes)
         limit = samples.gbps(MEMCPY[1], size_bytes)
-        for name, on_processor in (PUT, FIRST_TOUCH, PUT_CHECKSUMMED, GET, GET_VERIFIED):
+        for name, on_processor in ours:
             figures.cpu_ratios[f"{name}_gbps"] = samples.gbps(on_processor, size_bytes) / limit
 
     def _lookups(self, samples: Samples) -> None:
-        samples.worker.ask(Fill("hybrid", 0, PROMPTS))
-        samples.worker.ask(Fill("hybrid", HALVES, PROMPTS, BOUNDARIES // 2))
+        samples.worker.run(Fill("hybrid", 0, PROMPTS))
+        samples.worker.run(Fill("hybrid", HALVES, PROMPTS, BOUNDARIES // 2))
         times = self.scale.lookups_per_block
         hits = _seeds(0, PROMPTS, times)
         cases: dict[str, Task] = {
@@ -249,9 +263,9 @@ class Plan:
 
     def _clients(self, daemon: Daemon) -> None:
         with ExitStack() as stack:
-            workers = [stack.enter_context(Worker()) for _ in range(max(self.scale.clients))]
-            ask_all(workers, [Allocate(self.scale.client_objects) for _ in workers])
-            ask_all(workers, [Connect("own", daemon.socket, Shape.BULK, prefault=True) for _ in workers])
+            workers = [stack.enter_context(self._worker(str(number))) for number in range(max(self.scale.clients))]
+            run_all(workers, [Allocate(self.scale.client_objects) for _ in workers])
+            run_all(workers, [Connect("own", daemon.socket, Shape.BULK, prefault=True) for _ in workers])
             for count in self.scale.clients:
                 limit = ours = 0.0
                 for window in range(self.scale.windows):
@@ -260,7 +274,7 @@ class Plan:
                 self.figures.clients_memcpy_gbps[str(count)] = limit
                 self.figures.clients_gbps[str(count)] = ours
 
-    def _together(self, workers: Sequence[Worker], client: str, window: int) -> float:
+    def _together(self, workers: Sequence[TaskWorker], client: str, window: int) -> float:
         """All of them at once; their throughput together."""
         start_ns = time.monotonic_ns() + SECOND_NS // 50
         tasks = [
@@ -269,11 +283,11 @@ class Plan:
             )
             for number in range(len(workers))
         ]
-        return sum(rate for (rate,) in ask_all(workers, tasks)) / 1e9
+        return sum(rate for (rate,) in run_all(workers, tasks)) / 1e9
 
     # ---- bytes from and to disk
 
-    def _disk(self, worker: Worker) -> None:
+    def _disk(self, worker: TaskWorker) -> None:
         """Save sets and let them reach the disk; kill -9; start again; read them back."""
         scale, figures, size_bytes = self.scale, self.figures, self.scale.set_bytes
         samples = Samples(worker)
@@ -283,34 +297,28 @@ class Plan:
             self.meter.phase("put to disk", 10),
             Daemon(self.directory, "disk", memory_bytes=scale.memory_bytes, disk=data.parent) as daemon,
         ):
-            worker.ask(Connect("disk", daemon.socket, Shape.BULK, prefault=True))
+            worker.run(Connect("disk", daemon.socket, Shape.BULK, prefault=True))
             daemon.wait_populated()
             for number in range(sets):
                 _refresh_free_memory(size_bytes)
-                samples.take("raw_put", RawWrite(str(self.disk / "raw")))
+                samples.take("disk_raw_put", RawWrite(str(self.disk / "raw")))
                 _refresh_free_memory(size_bytes)
-                samples.take("put", PutThrough("disk", number))
+                samples.take("disk_put", PutThrough("disk", number))
                 _sync(data)
-            worker.ask(Disconnect())
+            worker.run(Disconnect())
             daemon.kill()
         with (
             self.meter.phase("restart, get from disk", 10),
             Daemon(self.directory, "restarted", memory_bytes=scale.memory_bytes, disk=data.parent) as daemon,
         ):
-            worker.ask(Connect("disk", daemon.socket, Shape.BULK, prefault=True))
+            worker.run(Connect("disk", daemon.socket, Shape.BULK, prefault=True))
             daemon.wait_populated()
             for number in range(sets):
                 is_cold = number >= scale.disk_sets_warm
                 self._read_back(samples, data, number, "cold" if is_cold else "warm")
-            worker.ask(Disconnect())
-        figures.disk_raw_put_gbps, figures.disk_put_gbps = (samples.gbps(n, size_bytes) for n in ("raw_put", "put"))
-        figures.disk_raw_warm_gbps, figures.disk_get_warm_gbps = (
-            samples.gbps(name, size_bytes) for name in ("raw warm", "staged warm")
-        )
-        figures.disk_raw_cold_gbps, figures.disk_get_cold_gbps = (
-            samples.gbps(name, size_bytes) for name in ("raw cold", "staged cold")
-        )
-        figures.disk_get_copied_gbps = samples.gbps("copied warm", size_bytes)
+            worker.run(Disconnect())
+        for name in ("raw_put", "put", "raw_warm", "get_warm", "raw_cold", "get_cold", "get_copied"):
+            setattr(figures, f"disk_{name}_gbps", samples.gbps(f"disk_{name}", size_bytes))
         pairs = [
             (figures.disk_get_warm_gbps, figures.disk_raw_warm_gbps),
             (figures.disk_get_cold_gbps, figures.disk_raw_cold_gbps),
@@ -323,13 +331,14 @@ class Plan:
             if cache == "cold":
                 drop_pages(data)
             if is_ours:
-                samples.take_each((f"staged {cache}", f"copied {cache}", ""), Get("disk", number, verify=True))
+                copied = "disk_get_copied" if cache == "warm" else ""
+                samples.take_each((f"disk_get_{cache}", copied, ""), Get("disk", number, verify=True))
             else:
-                samples.take(f"raw {cache}", RawRead(str(data), number * self.scale.set_bytes))
+                samples.take(f"disk_raw_{cache}", RawRead(str(data), number * self.scale.set_bytes))
 
     # ---- many objects
 
-    def _index(self, worker: Worker) -> None:
+    def _index(self, worker: TaskWorker) -> None:
         """The same lookups in stores that hold more and more; all stores are there at once, and asked in turn."""
         samples, figures = Samples(worker), self.figures
         with ExitStack() as stack:
@@ -349,11 +358,11 @@ class Plan:
                     for name, known in prompts.items():
                         seeds = random.Random(block).choices(range(known), k=self.scale.lookups_per_block)
                         samples.take(name, Look(name, seeds, HIT_TOKENS))
-            worker.ask(Disconnect())
+            worker.run(Disconnect())
         figures.lookup_by_objects = {name: samples.latency(name) for name in prompts}
         figures.lookup_ms_by_objects = {name: found.quiet_ms for name, found in figures.lookup_by_objects.items()}
 
-    def _dense(self, worker: Worker) -> None:
+    def _dense(self, worker: TaskWorker) -> None:
         """What an object costs where nothing is shared: one group, so a boundary for each object."""
         cases = [
             ("dense", self.scale.dense_objects, None),
@@ -363,20 +372,20 @@ class Plan:
             memory_bytes = objects * SMALL_BYTES + SPARE_BYTES
             with Daemon(self.directory, name.replace(" + ", "-"), memory_bytes=memory_bytes, disk=disk) as daemon:
                 self.figures.resident_bytes_per_object[name] = self._fill(worker, daemon, name, Shape.DENSE, objects)
-                worker.ask(Disconnect())
+                worker.run(Disconnect())
 
-    def _fill(self, worker: Worker, daemon: Daemon, name: str, shape: Shape, objects: int) -> float:
+    def _fill(self, worker: TaskWorker, daemon: Daemon, name: str, shape: Shape, objects: int) -> float:
         """Put so many objects into a store's index; the bytes that its process grew by for each of them."""
-        worker.ask(Connect(name, daemon.socket, shape))
+        worker.run(Connect(name, daemon.socket, shape))
         prompts = -(-objects // (BOUNDARIES * (4 if shape is Shape.HYBRID else 1)))
         warm_up = min(FILL_STEP_PROMPTS, prompts // 4)
-        worker.ask(Fill(name, 0, warm_up))  # what puts under way take, for a while, is not what an object takes
-        before_bytes, before_objects = daemon.anonymous_bytes, daemon.state.arena.objects
+        worker.run(Fill(name, 0, warm_up))  # what puts under way take, for a while, is not what an object takes
+        before_bytes, before_objects = daemon.memory_bytes("RssAnon"), daemon.state.arena.objects
         for first in range(warm_up, prompts, FILL_STEP_PROMPTS):
             step = min(FILL_STEP_PROMPTS, prompts - first)
             with self.meter.phase(f"an index of {objects:,} objects", objects * step / prompts / FILLED_PER_S):
-                worker.ask(Fill(name, first, step))
-        return (daemon.anonymous_bytes - before_bytes) / (daemon.state.arena.objects - before_objects)
+                worker.run(Fill(name, first, step))
+        return (daemon.memory_bytes("RssAnon") - before_bytes) / (daemon.state.arena.objects - before_objects)
 
 
 def _seeds(first: int, prompts: int, times: int) -> list[int]:
@@ -390,51 +399,43 @@ def _sync(path: Path) -> None:
 
 
 def _refresh_free_memory(size_bytes: int) -> None:
-    """Have so much free memory that was in use a moment ago. A virtual machine gets memory it has not used for a while
-    from its host, at a tenth of the speed of a disk's cache: whoever writes to that cache first would pay for it."""
+    """Make sure that this much free memory was in use a moment ago. A virtual machine has to get memory that it has not
+    used for a while from its host, ten times slower than a disk's cache; the first sample would pay for that."""
     with mmap.mmap(-1, 2 * size_bytes) as memory:
         memory[:: mmap.PAGESIZE] = bytes(len(memory) // mmap.PAGESIZE)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`kvtally bench store`. The exit code says whether it could be measured, not whether targets were met."""
+    """The exit code says whether everything could be measured, not whether targets were met."""
     options = _parser().parse_args(arguments)
     scale = _scale(options)
-    console = Console(stderr=True, highlight=False)
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True)
-    figures = Figures(version=__version__, quick=options.quick, cpus=len(os.sched_getaffinity(0)))
-    begun = time.monotonic()
-    with ExitStack() as stack:
-        stack.enter_context(leaving())
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtally-", dir=place())))
-        disk = Path(stack.enter_context(_disk_directory(options.dir))).resolve()
-        stack.enter_context(bar)
-        Plan(scale=scale, meter=Meter(bar, scale.seconds), directory=directory, disk=disk, figures=figures).run()
-    figures.elapsed_s = time.monotonic() - begun
-    figures.targets = judge(figures)
-    if figures.quick:  # what fits into the caches, for a moment, reaches and misses targets by chance
-        figures.targets = [msgspec.structs.replace(row, ok=None) for row in figures.targets]
-    figures.ratios = {row.key: row.ratio for row in figures.targets if row.ratio is not None}
-    if options.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(figures), indent=2).decode() + "\n")
-    else:
-        Console(highlight=False).print(page(figures))
+
+    def run(directory: Path) -> Figures:
+        figures = Figures(quick=options.quick, cpus=len(os.sched_getaffinity(0)))
+        with disk_directory(options.dir) as disk, Meter(scale.seconds) as meter:
+            place = Path(disk).resolve()
+            Plan(scale=scale, meter=meter, directory=directory, disk=place, figures=figures).run()
+        figures.targets = rows(figures)
+        if figures.quick:  # sets so small fit into caches, and meet or miss targets by chance
+            figures.targets = [msgspec.structs.replace(row, ok=None) for row in figures.targets]
+        figures.ratios = {row.key: row.ratio for row in figures.targets if row.ratio is not None}
+        return figures
+
+    measure(options, run, page)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvtally bench store",
-        description="Measure a store on this machine: puts, gets, lookups and the disk tier, each beside its limit.",
+        description="Measure a store on this machine: puts, gets, lookups and the disk tier. Each figure stands beside "
+        "its limit, taken in the same run: memcpy, or plain reads and writes of the same bytes. Needs no vLLM. Takes "
+        "about two minutes; nothing else should run meanwhile.",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
-    parser.add_argument("--quick", action="store_true", help="a look in seconds; figures are rough")
-    parser.add_argument(
-        "--memory", metavar="SIZE", help="arena of the measured store (default: 2GiB or a quarter of RAM)"
-    )
-    parser.add_argument(
-        "--dir", metavar="DIR", help="where the disk tier is measured (default: the temporary directory)"
-    )
+    json_option(parser)
+    parser.add_argument("--quick", action="store_true", help="take a look in seconds; the figures are rough")
+    parser.add_argument("--memory", metavar="SIZE", help="arena of the measured store (2GiB, or a quarter of RAM)")
+    parser.add_argument("--dir", metavar="DIR", help="directory on the disk to measure (the temporary directory)")
     return parser
 
 
@@ -443,10 +444,7 @@ def _scale(options: argparse.Namespace) -> Scale:
     smallest_bytes = 5 * scale.set_bytes  # the disk has twice that, and must hold eight sets
     memory_bytes = max(min(scale.memory_bytes, available_memory_bytes() // 4), smallest_bytes)
     if options.memory is not None:
-        try:
-            memory_bytes = parse_size(options.memory)
-        except ValueError as error:
-            raise ConfigError(f"--memory: {error}", remedy="Write it like 2GiB.", code="KV-102") from error
+        memory_bytes = size_of(options.memory)
         if memory_bytes < smallest_bytes:
             raise ConfigError(
                 f"--memory {options.memory} is too small to measure with",
@@ -454,14 +452,6 @@ def _scale(options: argparse.Namespace) -> Scale:
                 code="KV-102",
             )
     return replace(scale, memory_bytes=memory_bytes)
-
-
-def _disk_directory(parent: str | None) -> tempfile.TemporaryDirectory[str]:
-    try:
-        return tempfile.TemporaryDirectory(prefix="kvtally-bench-", dir=parent)
-    except OSError as error:
-        what = f"--dir {parent} cannot be used: {error}"
-        raise ConfigError(what, remedy="Give a directory that you can write to.", code="KV-103") from error
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What a measuring process can do, task by task: each is one sample of a figure or of its limit, or prepares some.
+"""The measuring process of `kvtally bench store`: a task is one sample of a figure or of its limit, or prepares some.
 
-Owns what is timed and what is not; what is measured when, and against what, is `bench.store`'s. A task is small enough
-that samples of a limit and of ours can alternate, so that a noisy neighbour hits both. Every byte that was read is
+Owns what is timed and what is not; `bench.store` decides what is measured when, and against what. A task is so small
+that samples of a limit and of ours can alternate, and a noisy neighbour disturbs both. Every byte that was read is
 compared with what was written, outside the timed part: a fast wrong answer is an error.
 
-Neighbours: `store` (left: the plan), `worker` (the process that runs tasks), `client` (right: what is measured).
-Threading: none. One process, one core, as the limits that it is compared with.
+`TaskWorker` is the bench's end of the process; the rest runs in it. Neighbours: `store` (left: the plan), `client`
+(right: what is measured). One thread on one core, like the limits it is compared with.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from __future__ import annotations
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from itertools import count
+from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtally.bench.daemon import read_state
 from kvtally.client import Call, Miss, StoreClient, question
 from kvtally.client import Put as WriteSlot
 from kvtally.core.keys import ROOT_CHAIN, chain_values, chunk_ends, token_bytes
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.errors import TransportError
+from kvtally.processes import Worker, serve
 from kvtally.wire.limits import KIB, MIB, SECOND_NS
 from kvtally.wire.messages import PutObject, PutStatus
 
@@ -39,6 +42,7 @@ COMMIT = 20  # objects that are committed together
 FILL_PROMPTS = 8  # of 256 objects each: with the batch before, as many open puts as half of what a client may have
 VOCABULARY = 150_000
 PATIENCE_S = 60.0
+TASK_S = 300.0  # the longest task fills an index with a million objects
 
 T = TypeVar("T")
 Tokens: TypeAlias = "array[int]"  # not subscriptable at run time before Python 3.12
@@ -80,7 +84,7 @@ def objects_of(namespace: Namespace, tokens: Tokens, boundaries: int) -> list[Pu
 
 
 class Bench:
-    """What a worker keeps between tasks: its clients, and memory to copy from and to."""
+    """What the process keeps between tasks: its clients, and memory to copy from and to."""
 
     def __init__(self) -> None:
         self.clients: dict[str, tuple[StoreClient, Namespace]] = {}
@@ -420,10 +424,27 @@ class Look(Task, frozen=True):
             raise _failed(f"a lookup found {end_tokens} tokens, {self.expect_tokens} are there")
 
 
-AnyTask = (
+AnyTask: TypeAlias = (
     Allocate | Connect | Disconnect | Copy | CopyWhole | Put | Get | Window | PutThrough | RawRead | RawWrite | Fill
     | Ping | Look
 )  # fmt: skip
+
+
+class TaskWorker(Worker):
+    """The process that runs tasks, as the bench sees it."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__("kvtally.bench.tasks", log=log)
+
+    def run(self, task: Task) -> list[float]:
+        return self.ask(task, list[float], TASK_S)
+
+
+def run_all(workers: Sequence[TaskWorker], tasks: Sequence[Task]) -> list[list[float]]:
+    """One task for each worker, all at the same time."""
+    for worker, task in zip(workers, tasks, strict=True):
+        worker.send(task)
+    return [worker.receive(list[float], TASK_S) for worker in workers]
 
 
 def _answer(call: Call[T]) -> T:
@@ -440,38 +461,13 @@ def _drained(client: StoreClient) -> None:
     """Wait until nothing is on its way to lower tiers. Raises if something was dropped."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        state = msgspec.convert(_answer(client.stats()).stats, StoreState)
+        state = read_state(client)
         if any(tier.dropped for tier in state.tiers):
             raise _failed("the disk tier dropped objects")
         if state.server.unwritten_jobs == 0 and not any(tier.postponed for tier in state.tiers):
             return
         time.sleep(0.0005)
     raise _failed(f"the disk tier did not take all objects within {PATIENCE_S:g} s")
-
-
-class TierState(msgspec.Struct, frozen=True):
-    dropped: int = 0
-    postponed: int = 0
-
-
-class ServerState(msgspec.Struct, frozen=True):
-    pid: int
-    populated_bytes: int
-    huge_pages: bool
-    unwritten_jobs: int
-
-
-class ArenaState(msgspec.Struct, frozen=True):
-    capacity_bytes: int
-    objects: int
-
-
-class StoreState(msgspec.Struct, frozen=True):
-    """The part of a store's stats that measurements look at."""
-
-    server: ServerState
-    arena: ArenaState
-    tiers: list[TierState] = []
 
 
 def _timed(action: Callable[[], object]) -> float:
@@ -487,3 +483,12 @@ def _whole(moved_bytes: int) -> None:
 
 def _failed(why: str) -> TransportError:
     return TransportError(f"a measurement failed: {why}", remedy="Try again; if it comes back, report it.")
+
+
+def main() -> None:
+    bench, decoder = Bench(), msgspec.json.Decoder(AnyTask)
+    serve(lambda line: decoder.decode(line).run(bench))
+
+
+if __name__ == "__main__":
+    main()

@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvtally.bench.command import leaving, place
 from kvtally.cli.render import read_stats
 from kvtally.client import Miss
 from kvtally.core.receipts import Verdict
 from kvtally.errors import ConfigError, TransportError
+from kvtally.processes import workplace
 from kvtally.testing.deployment import Answer, Deployment
 from kvtally.testing.models import GDN, tiny_models
 
@@ -85,8 +85,7 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(stderr=options.json)
     console.print(INTRODUCTION, highlight=False)
     begun = time.monotonic()
-    with leaving(), tempfile.TemporaryDirectory(prefix="kvtally-demo-", dir=place()) as name:
-        directory = Path(name)
+    with workplace("kvtally-demo-") as directory:
         try:
             rows = _show(directory, console)
         except (TransportError, OSError, HTTPException) as error:
@@ -246,7 +245,7 @@ def _kill(up: Deployment, *names: str) -> None:
 
         up.wait(is_written, "the store does not write its disk", 30)
     for name in names:
-        os.kill(up.pid(name), signal.SIGKILL)
+        os.kill(up.pid_of(name), signal.SIGKILL)
     up.wait(lambda: not up.is_ready(), "the router does not notice", 30)
     up.wait_ready()
 

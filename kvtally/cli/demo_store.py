@@ -15,10 +15,7 @@ import argparse
 import contextlib
 import os
 import random
-import select
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,13 +25,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvtally.bench.command import leaving, place
 from kvtally.cli.render import Stats, read_stats
 from kvtally.client import Miss, StoreClient
 from kvtally.core.geometry import runs
 from kvtally.core.receipts import Role, Verdict
-from kvtally.errors import KVTallyError, TierError, TransportError
-from kvtally.machine import ending_with_us, own_environment
+from kvtally.errors import TierError
+from kvtally.processes import Child, Worker, serve, workplace
 from kvtally.shm import address_of
 from kvtally.testing.engine import FULL, NAMESPACE, Answer, SyntheticEngine
 from kvtally.wire.messages import MissReason
@@ -43,7 +39,7 @@ DEADLINE_S = 20.0  # for any one thing; the whole takes a few seconds
 SIZE = "64MiB"
 SHARED_TOKENS = 6 * NAMESPACE.chunk_tokens  # the beginning that two prompts have in common
 NEXT_CHUNK = SHARED_TOKENS // NAMESPACE.chunk_tokens  # index of the first chunk after it
-LOG_LINES = 5
+REMEDY = "If the machine is very busy, try again when it is not; otherwise report this."
 NARROWEST_TABLE = 80  # columns; where there are fewer, a row becomes paragraphs
 
 INTRODUCTION = (
@@ -75,11 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     begun = time.monotonic()
     table = None if options.json else Report()
     rows: list[Row] = []
-    with (
-        leaving(),
-        tempfile.TemporaryDirectory(prefix="kvtally-demo-", dir=place()) as directory,
-        Stage(Path(directory)) as stage,
-    ):
+    with workplace("kvtally-demo-") as directory, Stage(directory) as stage:
         for row in play(stage):
             rows.append(row)
             if table is not None:
@@ -244,7 +236,7 @@ def _object(prompt: Tokens, index: int) -> bytes:
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """One line to an engine process; its answer is one line with an `Answer`."""
+    """What an engine process is asked; it replies with an `Answer`."""
 
     tokens: Tokens
     ticket: str
@@ -255,79 +247,34 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 def _be_engine(name: str, role: str, socket: str) -> int:
     """An engine process: serves orders until its standard input ends."""
     engine = SyntheticEngine(seed=os.getpid(), role=Role(role))
+
+    def handle(line: bytes) -> Answer:
+        order = msgspec.json.decode(line, type=Order)
+        client.connect(order.patience_s)
+        if order.commit:
+            return engine.serve(order.tokens, client, ticket=order.ticket)
+        request = engine.admit(order.tokens)
+        engine.compute(request, len(order.tokens) - 1)
+        written = engine.write(request, client)
+        return Answer(output="", prompt_tokens=0, reused_tokens=0, computed_tokens=0, saved_objects=len(written))
+
     with StoreClient(socket, namespace=NAMESPACE, name=name) as client:
-        for line in sys.stdin.buffer:
-            order = msgspec.json.decode(line, type=Order)
-            client.connect(order.patience_s)
-            if order.commit:
-                answer = engine.serve(order.tokens, client, ticket=order.ticket)
-            else:
-                request = engine.admit(order.tokens)
-                engine.compute(request, len(order.tokens) - 1)
-                written = engine.write(request, client)
-                answer = Answer(
-                    output="", prompt_tokens=0, reused_tokens=0, computed_tokens=0, saved_objects=len(written)
-                )
-            sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-            sys.stdout.buffer.flush()
+        serve(handle)
     return 0
 
 
-class Child:
-    """A process of ours: outside the terminal's process group, so that Ctrl-C is the demo's to handle."""
+class Engine(Worker):
+    """An engine process, which this module also is."""
 
-    def __init__(self, directory: Path, name: str, arguments: Sequence[str], *, pipes: int) -> None:
-        self.name = name
-        self._log = directory / f"{name}.log"
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                ending_with_us([sys.executable, "-m", *arguments]),
-                stdin=pipes,
-                stdout=pipes,
-                stderr=log,
-                bufsize=0,
-                cwd=directory,
-                env=own_environment(),
-                process_group=0,
-            )
-
-    def kill(self) -> None:
-        """kill -9, and gone for certain when this returns. Idempotent."""
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def failure(self, what: str) -> KVTallyError:
-        last = " | ".join(self._log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:])
-        state = "ended" if self.process.poll() is not None else "still runs"
-        return TransportError(
-            f"{self.name} {what}; it {state} and said: {last or 'nothing'}",
-            remedy="If the machine is very busy, try again when it is not; otherwise report this.",
-            code="KV-501",
-        )
-
-
-class Engine(Child):
     def __init__(self, directory: Path, name: str, role: Role, socket: Path) -> None:
-        arguments = ["kvtally.cli.demo_store", "--engine", name, role, str(socket)]
-        super().__init__(directory, name, arguments, pipes=subprocess.PIPE)
+        arguments = ("--engine", name, role, str(socket))
+        super().__init__("kvtally.cli.demo_store", *arguments, log=directory / f"{name}.log", name=name, remedy=REMEDY)
 
     def serve(self, asked: Sequence[Tokens], *, patience_s: float = DEADLINE_S, commit: bool = True) -> list[Answer]:
-        return [
-            self._ask(Order(tokens=tokens, ticket=_ticket(tokens), patience_s=patience_s, commit=commit))
-            for tokens in asked
+        orders = [
+            Order(tokens=tokens, ticket=_ticket(tokens), patience_s=patience_s, commit=commit) for tokens in asked
         ]
-
-    def _ask(self, order: Order) -> Answer:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        try:
-            self.process.stdin.write(msgspec.json.encode(order) + b"\n")
-            ready, _, _ = select.select([self.process.stdout], [], [], 2 * DEADLINE_S)
-            return msgspec.json.decode(self.process.stdout.readline() if ready else b"", type=Answer)
-        except (BrokenPipeError, msgspec.DecodeError) as error:
-            raise self.failure("did not answer") from error
+        return [self.ask(order, Answer, 2 * DEADLINE_S) for order in orders]
 
 
 class Stage:
@@ -350,13 +297,14 @@ class Stage:
     def start_store(self) -> None:
         place = ["--socket", str(self._socket), "--disk", str(self._directory / "disk")]
         sizes = ["--memory", SIZE, "--disk-size", SIZE]
-        arguments = ["kvtally", "store", *place, *sizes]
-        self._store = Child(self._directory, "the store", arguments, pipes=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "kvtally", "store", *place, *sizes]
+        log = self._directory / "store.log"
+        self._store = Child(command, log, name="the store", remedy=REMEDY, directory=self._directory)
         self._stack.callback(self._store.kill)
-        deadline = time.monotonic() + DEADLINE_S
-        while isinstance(self.client.connect(0.2), Miss):
-            if self._store.process.poll() is not None or time.monotonic() > deadline:
-                raise self._store.failure("did not start")
+        self._store.wait_for(self._is_connected, "the store did not start", DEADLINE_S)
+
+    def _is_connected(self) -> bool:
+        return not isinstance(self.client.connect(0.2), Miss)
 
     def kill_store(self) -> None:
         self._store.kill()
@@ -369,21 +317,17 @@ class Stage:
     def stats(self) -> Stats:
         answer = self.client.stats().wait()
         if isinstance(answer, Miss):
-            raise self._store.failure("did not answer")
+            raise self._store.broken("the store did not answer")
         return read_stats(answer.stats)
 
     def wait_for(self, condition: Callable[[Stats], bool], what: str) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition(self.stats()):
-            if time.monotonic() > deadline:
-                raise self._store.failure(f"did not see {what} in time")
-            time.sleep(0.01)
+        self._store.wait_for(lambda: condition(self.stats()), f"the store did not see {what} in time", DEADLINE_S)
 
     def verdicts(self) -> list[Verdict]:
         """What the store says of the last requests that two engines had a part in."""
         found = self.client.receipts(last=100).wait()
         if isinstance(found, Miss):
-            raise self._store.failure("gave no receipts")
+            raise self._store.broken("the store gave no receipts")
         return [receipt.verdict for receipt in found.receipts if receipt.decode is not None]
 
     def flip_on_disk(self, content: bytes) -> None:
@@ -402,7 +346,7 @@ class Stage:
         slots = lease if isinstance(lease, Miss) else self.client.slots(lease).wait()
         arena = self.client.arena
         if isinstance(lease, Miss) or isinstance(slots, Miss) or arena is None:
-            raise self._store.failure("does not hold the prompt any more")
+            raise self._store.broken("the store does not hold the prompt any more")
         piece = next(slot.pieces[0] for slot in slots if slot.key.group == FULL)
         at = address_of(piece) - arena.address
         arena.view(at + 100, 1)[0] ^= 1

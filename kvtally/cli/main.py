@@ -34,7 +34,13 @@ config_app = typer.Typer(
     help="Settings: what is in force, and where it comes from.", no_args_is_help=True, rich_markup_mode=None
 )
 bench_app = typer.Typer(
-    help="Measurements, each against a limit taken in the same run.", no_args_is_help=True, rich_markup_mode=None
+    help="Measure each part on this machine, beside a limit or a peer of the same run.\n\n"
+    "`store` and `route` need nothing but kvtally; begin with `store --quick`. `repeat` and `prefetch` need vLLM, on a "
+    "CPU or a GPU; `gpu` needs an NVIDIA GPU. A table says what was measured, beside which limit, and whether it meets "
+    "its target; --json prints all figures. Let nothing else run meanwhile.",
+    epilog="Example: kvtally bench store --quick · then: kvtally bench COMMAND --help",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 # The arguments of these commands are read by the module that runs them; `--help` too.
@@ -130,7 +136,7 @@ config_app.command("show", epilog="Example: KVTALLY_STORE__MEMORY=8GiB kvtally c
 
 @bench_app.command("store", context_settings=_PASS_ON, epilog="Example: kvtally bench store --json")
 def _bench_store(context: typer.Context) -> None:
-    """Measure puts, gets, lookups and the disk tier.
+    """A store: puts, gets, lookups, the disk.
 
     Each beside its limit: memcpy, or plain reads and writes of the same bytes.
     """
@@ -139,7 +145,7 @@ def _bench_store(context: typer.Context) -> None:
 
 @bench_app.command("repeat", context_settings=_PASS_ON, epilog="Example: kvtally bench repeat --json")
 def _bench_repeat(context: typer.Context) -> None:
-    """Measure what a repeated prompt costs in vLLM.
+    """vLLM: what a repeated prompt costs.
 
     Time to the first token: cold, from the arena, from disk, from the engine's own prefix cache, without a connector.
     """
@@ -148,7 +154,7 @@ def _bench_repeat(context: typer.Context) -> None:
 
 @bench_app.command("gpu", context_settings=_PASS_ON, epilog="Example: kvtally bench gpu --part copies --json")
 def _bench_gpu(context: typer.Context) -> None:
-    """Measure the GPU data plane: copies, repeats, many requests at once.
+    """A GPU: copies, repeats, busy engines.
 
     Beside plain pinned copies, vLLM without a connector, and vLLM's own OffloadingConnector.
     """
@@ -157,18 +163,19 @@ def _bench_gpu(context: typer.Context) -> None:
 
 @bench_app.command("prefetch", context_settings=_PASS_ON, epilog="Example: kvtally bench prefetch --json")
 def _bench_prefetch(context: typer.Context) -> None:
-    """Measure what early prefetch is worth when vLLM's queue is full.
+    """vLLM: what early prefetch is worth.
 
-    Time to the first token of prompts that lie on a slow disk: prefetch on, off, everything in the arena, no store.
+    Time to the first token of prompts that lie on a slow disk, behind a full queue: prefetch on, prefetch off, all KV
+    in the arena, no store.
     """
     _run_module("kvtally.bench.prefetch", context.args)
 
 
 @bench_app.command("route", context_settings=_PASS_ON, epilog="Example: kvtally bench route --json")
 def _bench_route(context: typer.Context) -> None:
-    """Measure what the router adds to a request, and how many it serves.
+    """The router: what it adds to a request.
 
-    Beside talking to the engine directly, and a pass-through that does nothing else.
+    Beside an engine that is asked directly, and a proxy that does nothing else.
     """
     _run_module("kvtally.bench.route", context.args)
 

@@ -13,19 +13,19 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtally.client import Miss, StoreClient
 from kvtally.errors import TransportError
-from kvtally.machine import ending_with_us, free_ports, own_environment
+from kvtally.machine import free_ports
+from kvtally.processes import Child
 from kvtally.testing.engines import ENVIRONMENT
 from kvtally.testing.models import Model
 from kvtally.up.machine import direct
@@ -117,8 +117,8 @@ def told_by(headers: Mapping[str, str]) -> dict[str, str]:
     return {name.removeprefix("x-kvtally-"): value for name, value in named if name.startswith("x-kvtally-")}
 
 
-class Deployment:
-    """What one file asks for. Its processes are children of `kvtally up`, which restarts those that die."""
+class Deployment(Child):
+    """`kvtally up` on one file. The processes the file asks for are its children; it restarts those that die."""
 
     def __init__(self, model: Model, directory: Path, **changes: Any) -> None:
         self.router, self.prefill, self.decode = (f"http://127.0.0.1:{port}" for port in free_ports(3))
@@ -138,16 +138,15 @@ class Deployment:
         }
         file = directory / "up.yaml"
         file.write_text(json.dumps(tree))  # JSON is YAML
-        self._log = directory / "up.log"
-        command = [sys.executable, "-m", "kvtally", "up", str(file)]
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                ending_with_us(command, signal.SIGTERM),  # upon which it ends its own in order
-                cwd=directory,  # neither settings in the caller's directory nor those in its environment are for this
-                env=own_environment(),
-                stdout=log,
-                stderr=log,
-            )
+        super().__init__(
+            [sys.executable, "-m", "kvtally", "up", str(file)],
+            directory / "up.log",
+            name="kvtally up",
+            remedy=f"The logs are in {directory}.",
+            directory=directory,  # where no kvtally.yaml of the caller's is found
+            tie=signal.SIGTERM,  # upon which it stops its own children in order
+            grace_s=STOP_S,
+        )
 
     def wait_ready(self, timeout_s: float = START_S, *, on_line: Callable[[str], object] = str) -> None:
         """Until all are up and the router says so. `on_line` gets what `kvtally up` said last, again and again."""
@@ -174,31 +173,14 @@ class Deployment:
             return False
 
     def wait(self, is_done: Callable[[], bool], problem: str, timeout_s: float = REQUEST_S) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not is_done():
-            if self._process.poll() is not None:
-                raise self._broken("kvtally up ended")
-            if time.monotonic() >= deadline:
-                raise self._broken(problem)
-            time.sleep(0.1)
-
-    def _broken(self, problem: str) -> TransportError:
-        last = "\n".join(self.log().strip().splitlines()[-15:])
-        return TransportError(f"{problem}\n{last}\n", remedy=f"The logs lie beside {self._log}.")
+        self.wait_for(is_done, problem, timeout_s, every_s=0.1)
 
     def log(self) -> str:
         return self._log.read_text()
 
-    def pid(self, name: str) -> int:
+    def pid_of(self, name: str) -> int:
         """Of the process that `kvtally up` started last by this name: store, prefill-0, decode-0 or router."""
         return int(re.findall(rf"^{name}: starting, pid (\d+)", self.log(), re.MULTILINE)[-1])
-
-    def close(self) -> None:
-        self._process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_S)
-        self._process.kill()
-        self._process.wait()
 
     # ---- requests
 
@@ -249,7 +231,7 @@ class Deployment:
     def store(self) -> Iterator[StoreClient]:
         with StoreClient(self.socket, name="test") as client:
             if isinstance(client.connect(10), Miss):
-                raise self._broken("the store does not answer")
+                raise self.broken("the store does not answer")
             yield client
 
     def receipt(self, answer: Answer) -> dict[str, Any]:

@@ -4,19 +4,15 @@
          ◀──replies──────────────────────  stdout  └ vllm.LLM, its connector, its log file┘
 
 `Engine` is `vllm.LLM`, with scheduler and worker in the runner's own process or in processes of theirs. `Server` is
-vLLM's OpenAI server behind the same methods. Both give tokens, their logprobs and vLLM's own count of cached tokens.
+vLLM's OpenAI server behind the same methods. Both return tokens, their logprobs and vLLM's own count of cached tokens.
 
-No process outlives the test: a runner leads a process group and watches its stdin; when that ends, because it was
-closed or because the test's process is gone, the group shuts down, and is killed if it takes too long. Every wait has a
-deadline. Threading: none here; the runner has one thread, which watches stdin.
+A runner is a worker as `kvtally.processes` has them, except that the nursery forks it: it ends with the test. Every
+wait has a deadline. Threading: none here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -29,13 +25,12 @@ import msgspec
 from kvtally.core.namespace import GroupKind
 from kvtally.errors import TransportError
 from kvtally.machine import free_ports, python_path
+from kvtally.processes import GRACE_S, STOP_S, Lines, Process
 from kvtally.testing import nursery as nurseries
 from kvtally.up.machine import direct
 
 START_S = 300.0
 CALL_S = 240.0
-GRACE_S = 20.0
-STOP_S = GRACE_S + 10.0
 
 # One thread, no core of its own, nothing from the network, one GiB of KV cache.
 ENVIRONMENT = {
@@ -101,7 +96,6 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     counters: dict[str, float] = {}
     kinds: list[GroupKind] = []
     count: int = 0
-    error: str = ""
 
 
 Command = Settings | Generate | Reset | GetCounters | Sabotage
@@ -131,7 +125,7 @@ class Engine:
     ) -> None:
         multiprocessing = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
         self._group = ProcessGroup(["engine"], log, {**multiprocessing, **(environment or {})}, nursery=nursery)
-        self._unread = b""
+        self._lines = self._group.lines
         self.kinds: list[GroupKind] = []  # of KV-cache groups, once an in-process engine is ready
         defaults = {"skip_tokenizer_init": True, "disable_log_stats": False, "enable_prefix_caching": True}
         self.send(Settings({**defaults, **arguments}))
@@ -177,36 +171,15 @@ class Engine:
 
     def send(self, command: Command) -> None:
         """For tests that do something while the engine works; `receive` gets the reply."""
-        try:
-            self._group.stdin.write(msgspec.json.encode(command) + b"\n")
-        except BrokenPipeError as error:
-            raise self._group.broken("the engine ended") from error
+        self._lines.send(command)
 
     def receive(self, timeout_s: float = CALL_S) -> Done:
-        line = self._line(timeout_s)
-        reply = msgspec.json.decode(line, type=Done)
-        if reply.error:
-            raise self._group.broken(reply.error)
-        return reply
+        return self._lines.receive(Done, timeout_s)
 
     @property
     def has_answered(self) -> bool:
         """Whether `receive` would return at once."""
-        return b"\n" in self._unread or bool(select.select([self._group.stdout], [], [], 0)[0])
-
-    def _line(self, timeout_s: float) -> bytes:
-        deadline = time.monotonic() + timeout_s
-        poller = select.poll()
-        poller.register(self._group.stdout, select.POLLIN)
-        while b"\n" not in self._unread:
-            if not poller.poll(max(0.0, deadline - time.monotonic()) * 1e3):
-                raise self._group.broken(f"the engine did not answer within {timeout_s:g} s")
-            part = os.read(self._group.stdout.fileno(), 1 << 20)
-            if not part:
-                raise self._group.broken("the engine ended")
-            self._unread += part
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
+        return self._lines.has_answer
 
 
 class Server:
@@ -224,7 +197,7 @@ class Server:
         flags = {"host": "127.0.0.1", "port": self.port, "served_model_name": "tiny", **arguments}
         command = ["server", *_flags(flags)]
         command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--return-tokens-as-token-ids"]
-        self._group = ProcessGroup(command, log, environment or {}, nursery=nursery)
+        self._group = ProcessGroup(command, log, environment or {}, name="the server", nursery=nursery)
 
     def __enter__(self) -> Server:
         self.wait_ready()
@@ -234,25 +207,19 @@ class Server:
         self.close()
 
     def wait_ready(self) -> None:
-        deadline = time.monotonic() + START_S
-        while not self._is_healthy():
-            if not self._group.is_alive:
-                raise self._group.broken("the server ended")
-            if time.monotonic() >= deadline:
-                raise self._group.broken(f"the server was not ready within {START_S:g} s")
-            time.sleep(0.2)
+        self._group.wait_for(self._is_healthy, f"the server was not ready within {START_S:g} s", START_S, every_s=0.2)
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Output]:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(self._complete, prompts))
 
     def reset(self) -> None:
-        deadline = time.monotonic() + CALL_S
-        # It says no while blocks are in use, and a connector may hold some until they are saved.
-        while not msgspec.json.decode(self.call("/reset_prefix_cache", {}))["success"]:
-            if time.monotonic() >= deadline:
-                raise self._group.broken("the server does not reset its prefix cache")
-            time.sleep(0.05)
+        """It refuses while blocks are in use, and a connector may hold some until they are saved."""
+
+        def is_reset() -> bool:
+            return bool(msgspec.json.decode(self.call("/reset_prefix_cache", {}))["success"])
+
+        self._group.wait_for(is_reset, "the server does not reset its prefix cache", CALL_S, every_s=0.05)
 
     def counters(self) -> dict[str, float]:
         from prometheus_client.parser import text_string_to_metric_families
@@ -310,11 +277,8 @@ class Server:
         )
 
 
-class ProcessGroup:
-    """A runner and all its processes. Its log is a file, whose end is in every error.
-
-    `grace_s`: what a shutdown may take before all are killed. `nursery`: which one forks it (see there).
-    """
+class ProcessGroup(Process):
+    """A runner and all its processes, forked by a nursery. A shutdown may take `grace_s` before all are killed."""
 
     def __init__(
         self,
@@ -322,36 +286,25 @@ class ProcessGroup:
         log: Path,
         environment: Mapping[str, str],
         *,
+        name: str = "the engine",
         grace_s: float = GRACE_S,
         nursery: int = 0,
     ) -> None:
-        self._log = log
         role, *others = arguments
         surroundings = {**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(), **environment}
         with log.open("ab") as file:
-            self._process = nurseries.nursery(nursery).start([role, str(grace_s), *others], surroundings, file)
-        self.stdin, self.stdout = self._process.stdin, self._process.stdout
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def is_alive(self) -> bool:
-        return not self._process.has_ended()
+            forked = nurseries.nursery(nursery).start([role, str(grace_s), *others], surroundings, file)
+        super().__init__(forked.pid, forked.end, log, name=name, remedy=f"Its log is {log}.")
+        self.lines = Lines(forked.stdin, forked.stdout, self)
 
     def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self.stdin.close()
-        self._process.has_ended(STOP_S)
+        self.lines.end()
+        self.has_ended(STOP_S)
         self.kill()
 
     def kill(self) -> None:
-        self._process.kill()
-
-    def broken(self, what: str) -> TransportError:
-        last = "\n".join(self._log.read_text(errors="replace").strip().splitlines()[-15:])
-        return TransportError(f"{what}\n{last}\n", remedy=f"The engine's log is {self._log}.")
+        super().kill()
+        self.lines.close()
 
 
 def _flags(arguments: Mapping[str, Any]) -> list[str]:

@@ -16,8 +16,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import select
-import signal
 import socket
 import subprocess
 import sys
@@ -25,7 +23,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
-from typing import IO
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -33,7 +31,6 @@ from kvtally.errors import TransportError
 from kvtally.machine import python_path
 
 START_S = 120.0
-END_S = 30.0
 ORDER_BYTES = 1 << 17
 # What a runner imports sooner or later, by its role.
 IMPORTS = {
@@ -50,33 +47,13 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
     directory: str
 
 
-class Forked:
-    """A runner that leads a process group. It is no child of this process, but its end can be waited for."""
+class Forked(NamedTuple):
+    """A runner that leads a process group. It is no child of this process, but `end` is its pidfd."""
 
-    def __init__(self, pid: int, end: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
-        self.pid, self.stdin, self.stdout = pid, stdin, stdout
-        self._end = end
-
-    def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Whether it has, by then."""
-        if self._end < 0:
-            return True
-        poller = select.poll()
-        poller.register(self._end, select.POLLIN)
-        return bool(poller.poll(timeout_s * 1e3))
-
-    def kill(self) -> None:
-        """Whoever is left of its group. Once: afterwards the number may be somebody else's."""
-        if self._end < 0:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or only zombies
-            os.killpg(self.pid, signal.SIGKILL)
-        self.has_ended(END_S)
-        os.close(self._end)
-        self._end = -1
-        with contextlib.suppress(BrokenPipeError):
-            self.stdin.close()
-        self.stdout.close()
+    pid: int
+    end: int
+    stdin: IO[bytes]
+    stdout: IO[bytes]
 
 
 class Nursery:

@@ -2,9 +2,9 @@
 
 `engine` builds `vllm.LLM` and answers commands from stdin; `server` is vLLM's OpenAI server with the flags that follow;
 `guard` only keeps another command and ends it in time, for tests of all this without vLLM. Messages and the other end
-of the pipes are `testing.engines`'. This is the one module outside `kvtally.vllm` that imports vllm.
+of the pipes are `testing.engines`'. Outside `kvtally.vllm`, only this module and `bench.engine` import vllm.
 
-The sabotage that negative controls need is done here, in the engine's memory after a connector has loaded a block: so
+The sabotage that negative controls need is done here, in the engine's memory, after a connector has loaded a block. So
 it works on any connector, and no checksum of the connector's own can notice. Threading: the engine runs in the main
 thread; one more watches stdin.
 """
@@ -12,21 +12,20 @@ thread; one more watches stdin.
 from __future__ import annotations
 
 import os
-import queue
 import runpy
 import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from kvtally.core.namespace import GroupKind
+from kvtally.errors import TransportError
+from kvtally.processes import Wire, watch_stdin
 from kvtally.testing.engines import (
     Command,
     Done,
@@ -51,38 +50,28 @@ def main(arguments: list[str]) -> int:
         return _guard(command, float(grace_s))
     if role == "server":
         return _serve(command, float(grace_s))
-    wire = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # vLLM logs to stdout, which is ours
-    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_watch, args=(float(grace_s), lines.put), daemon=True).start()
+    wire = Wire(float(grace_s))
     runner: Runner | None = None
-    while line := lines.get():
+    for line in wire:
         asked: Command = msgspec.json.decode(line, type=Command)
         if isinstance(asked, Settings):
             runner = Runner(asked)
-            reply = Done(kinds=runner.kinds)
+            wire.answer(Done(kinds=runner.kinds))
         else:
             assert runner is not None
-            reply = runner.carry_out(asked)
-        wire.write(msgspec.json.encode(reply) + b"\n")
+            try:
+                wire.answer(runner.carry_out(asked))
+            except TransportError as error:
+                wire.fail(error)
         runner.settle()
     if runner is not None:
         runner.stop()
     return 0
 
 
-def _watch(grace_s: float, tell: Callable[[bytes], None]) -> None:
-    """Pass on lines; when stdin ends, so does this process group: by itself, or by force after a while."""
-    while line := sys.stdin.buffer.readline():
-        tell(line)
-    tell(b"")
-    time.sleep(grace_s)
-    os.killpg(0, signal.SIGKILL)
-
-
 def _guard(command: list[str], grace_s: float) -> int:
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
-    threading.Thread(target=_watch, args=(grace_s, lambda line: child.terminate()), daemon=True).start()
+    watch_stdin(lambda line: child.terminate(), grace_s)
     return child.wait()
 
 
@@ -90,7 +79,7 @@ def _serve(flags: list[str], grace_s: float) -> int:
     """What `python -m` of the same module does."""
     os.dup2(2, 1)
     stop = partial(os.kill, os.getpid(), signal.SIGTERM)
-    threading.Thread(target=_watch, args=(grace_s, lambda line: stop()), daemon=True).start()
+    watch_stdin(lambda line: stop(), grace_s)
     sys.argv = [SERVER, *flags]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # that the nursery has imported it
@@ -120,7 +109,7 @@ class Runner:
             return self._reset()
         if isinstance(command, Sabotage):
             if not self._is_in_process:
-                return Done(error="sabotage needs an in-process engine")
+                raise TransportError("sabotage needs an in-process engine", remedy="Start it with in_process=True.")
             count = self._saboteur.end() if self._saboteur is not None else 0
             self._saboteur = Saboteur(self._core, command.kind) if command.kind is not None else None
             return Done(count=count)
@@ -187,7 +176,10 @@ class Runner:
         deadline = time.monotonic() + SETTLE_S
         while not self._llm.reset_prefix_cache():
             if time.monotonic() >= deadline:
-                return Done(error=f"the prefix cache could not be reset within {SETTLE_S:g} s: blocks are still in use")
+                raise TransportError(
+                    f"the prefix cache could not be reset within {SETTLE_S:g} s: blocks are still in use",
+                    remedy="See what the connector holds.",
+                )
             self.settle()
             time.sleep(0.01)
         return Done()

@@ -64,7 +64,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Child:
-    """One run of a process: the guard and the tree beneath it."""
+    """One run of a process: the guard and the tree beneath it. `kvtally.processes.Child` is for a command that starts a
+    process and waits for it; here an event loop keeps many for days, restarts them, and must end whole trees."""
 
     def __init__(self, process: Process, log: Path, environ: Mapping[str, str], grace_s: float) -> None:
         """Raises OSError where the log or a process cannot be had."""

@@ -84,13 +84,6 @@ def test_no_process_outlives_it(directory: Path, number: signal.Signals, code: i
         assert list((directory / "tmp").iterdir()) == []
 
 
-def test_a_long_temporary_path_is_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 80)
-    assert demo.place() == "/tmp"
-    monkeypatch.setattr(tempfile, "tempdir", "/short")
-    assert demo.place() == "/short"
-
-
 @pytest.fixture
 def handlers() -> Iterator[None]:
     """`main` takes over signals, as a command may."""

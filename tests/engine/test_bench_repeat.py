@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from kvtally.bench.engine import Answer
 from kvtally.bench.repeat import main
-from kvtally.bench.repeat_engine import Answer
 from kvtally.bench.repeat_report import Figures, Outputs, View, are_equal, difference, judge, page, view
 from kvtally.core.receipts import Half, Role
 from kvtally.errors import ConfigError
@@ -51,15 +51,14 @@ def test_receipts_are_seen_by_their_medians() -> None:
 
 @pytest.mark.parametrize(("repeat_s", "cold_s", "verdicts"), [(1.15, 1.03, [True, True]), (1.2, 1.04, [False, False])])
 def test_targets(repeat_s: float, cold_s: float, verdicts: list[bool]) -> None:
-    figures = Figures(repeat_over_gpu_hit=repeat_s, cold_over_no_connector=cold_s, outputs_equal=True)
+    figures = Figures(
+        repeat_arena_s=repeat_s, gpu_hit_s=1.0, cold_s=cold_s, cold_no_connector_s=1.0, outputs_equal=True
+    )
     assert [target.ok for target in judge(figures)] == [*verdicts, True]
 
 
 def test_page_shows_misses_and_unequal_outputs() -> None:
-    figures = Figures(
-        cold_s=1.0, cold_no_connector_s=0.5, repeat_arena_s=0.2, gpu_hit_s=0.1, repeat_over_gpu_hit=2.0, load_at_start=3
-    )
-    figures.cold_over_no_connector = 2.0
+    figures = Figures(cold_s=1.0, cold_no_connector_s=0.5, repeat_arena_s=0.2, gpu_hit_s=0.1, load_at_start=3)
     figures.targets = judge(figures)
     console = Console(file=StringIO(), width=100, highlight=False)
     console.print(page(figures))

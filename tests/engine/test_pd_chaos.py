@@ -72,7 +72,7 @@ def ask(up: Deployment, case: Case, *, stream: bool) -> str:
 
 def strike(up: Deployment, target: str, blow: signal.Signals, pick: random.Random) -> None:
     """Kill a process, or stop one for a while. Of an engine any of its processes may be stopped."""
-    process = up.pid(target)
+    process = up.pid_of(target)
     if blow is signal.SIGSTOP:
         process = pick.choice(family(process))
     deaths = up.log().count(f"{target}: was killed")

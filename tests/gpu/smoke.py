@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtally.bench.gpu_engine import ENVIRONMENT
+from kvtally.bench.gpu_shapes import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT, VLLM_LOGGING_LEVEL="WARNING")
 

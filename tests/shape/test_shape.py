@@ -24,7 +24,7 @@ PURE_MAY_IMPORT = {
 # Programs that other processes start inside an engine's environment; nothing imports them.
 INSIDE_ENGINES = (
     "kvtally.testing.runner",
-    *("kvtally.bench.repeat_engine", "kvtally.bench.prefetch_engine", "kvtally.bench.gpu_engine"),
+    "kvtally.bench.engine",
 )
 SIBLINGS = ("kvtally.store", "kvtally.router", "kvtally.vllm")
 ENGINE_SIDE = ("kvtally.client", "kvtally.connection", "kvtally.link", "kvtally.shm", "kvtally.device")

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
 import select
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from kvtally.bench import repeat_report, route
-from kvtally.bench.child import Child
-from kvtally.bench.command import measure
-from kvtally.bench.processes import Daemon, Worker
-from kvtally.bench.report import Figures, Latency, judge, page
+from kvtally.bench import route
+from kvtally.bench.daemon import Daemon
+from kvtally.bench.report import Row, Target, rows_table, verdict
 from kvtally.bench.store import main
-from kvtally.bench.tasks import OBJECT_BYTES, Allocate, Copy, RawRead
+from kvtally.bench.store_report import Figures, Latency, page, rows
+from kvtally.bench.tasks import OBJECT_BYTES, Allocate, Copy, RawRead, TaskWorker
 from kvtally.errors import ConfigError, TransportError
 from kvtally.machine import own_environment
 
@@ -100,7 +97,7 @@ def test_a_quick_run_measures_everything_and_leaves_nothing_behind(tmp_path: Pat
 
 
 def verdicts(figures: Figures) -> dict[str, bool | None]:
-    return {row.key: row.ok for row in judge(figures)}
+    return {row.key: row.ok for row in rows(figures)}
 
 
 def test_what_meets_its_target_is_ok() -> None:
@@ -136,7 +133,7 @@ def test_what_misses_its_target_is_a_miss(key: str, changed: dict[str, object]) 
 
 def test_the_table_shows_each_row_and_says_when_the_machine_was_busy() -> None:
     figures = Figures(memcpy_gbps=10.0, memcpy_median_gbps=5.0, put_gbps=3.0, skipped=["something"])
-    figures.targets = judge(figures)
+    figures.targets = rows(figures)
     text = io.StringIO()
     Console(file=text, width=100).print(page(figures))
     assert "0.30" in text.getvalue()
@@ -162,26 +159,20 @@ def test_impossible_options_are_refused(arguments: list[str], code: str) -> None
 def test_a_worker_measures_and_reports_what_goes_wrong(tmp_path: Path) -> None:
     short = tmp_path / "short"
     short.write_bytes(bytes(OBJECT_BYTES // 2))
-    with Worker() as worker:
-        assert worker.ask(Allocate(1)) == []
-        assert [seconds > 0 for seconds in worker.ask(Copy())] == [True, True]
+    with TaskWorker(tmp_path / "log") as worker:
+        assert worker.run(Allocate(1)) == []
+        assert [seconds > 0 for seconds in worker.run(Copy())] == [True, True]
         with pytest.raises(TransportError, match="instead of"):
-            worker.ask(RawRead(str(short), 0))
-        assert worker.ask(Copy())  # an error ends a task, not the worker
-
-
-def test_a_worker_is_not_the_terminals_to_interrupt() -> None:
-    """Ctrl-C while it starts would make it print a traceback."""
-    with Worker() as worker:
-        assert os.getpgid(worker._process.pid) == worker._process.pid
+            worker.run(RawRead(str(short), 0))
+        assert worker.run(Copy())  # an error ends a task, not the worker
 
 
 ORPHAN = """
 import sys, time
 from pathlib import Path
-from kvtally.bench.processes import Daemon
+from kvtally.bench.daemon import Daemon
 daemon = Daemon(Path(sys.argv[1]), "s", memory_bytes=16 << 20)
-print(daemon._process.pid, flush=True)
+print(daemon.pid, flush=True)
 time.sleep(600)
 """
 
@@ -199,25 +190,35 @@ def test_a_store_ends_with_the_bench_however_that_ends(tmp_path: Path) -> None:
 
 
 def test_a_store_that_does_not_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(TransportError, match=r"error: store.memory = 1 .* below the smallest .* remedy: Write a size"):
+    with pytest.raises(TransportError, match=r"error: store.memory = 1 .* below the smallest .*\nremedy: Write a size"):
         Daemon(tmp_path, "s", memory_bytes=1)
 
 
-def test_sockets_find_room_where_the_temporary_path_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 80)
-    seen: list[Path] = []
-
-    def run(directory: Path) -> repeat_report.Figures:
-        seen.append(directory)
-        return repeat_report.Figures()
-
-    measure(argparse.Namespace(json=True), run, lambda figures: "")
-    assert seen[0].parent == Path("/tmp")
+# ---- the report that all benches share
 
 
-def test_an_interpreter_that_is_none_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be run"):
-        Child("kvtally.bench.repeat_engine", tmp_path / "log", python="/nonexistent/python")
+def test_a_row_is_judged_by_its_ratio_where_there_is_a_limit() -> None:
+    row = Row(key="put", value=9.0, unit="GB/s")
+    assert row.at_least(10).ok is False
+    assert row.at_least(10).target == "≥ 10"
+    beside = row.beside(10.0, "memcpy")
+    assert (beside.at_least(0.9).ok, beside.at_least(0.9).target) == (True, "≥ 0.9 ×")
+    assert beside.at_most(0.8).ok is False
+    assert Target.of([beside, beside.at_most(0.8)]) == [Target(key="put", value=0.9, target="≤ 0.8 ×", ok=False)]
+
+
+def test_a_verdict_is_that_of_the_worst_row() -> None:
+    good, bad = (Row(key="a", value=value).at_most(1) for value in (1, 2))
+    unknown, plain = good.judged("≤ 1", None), Row(key="b", value=5)
+    cases = {"ok": [good, plain], "miss": [good, unknown, bad], "not judged": [good, unknown], "": [plain]}
+    assert [str(verdict(rows)) for rows in cases.values()] == list(cases)
+
+
+def test_columns_that_no_row_uses_are_left_out() -> None:
+    plain = rows_table([Row(key="a", value=5)])
+    assert [column.header for column in plain.columns] == ["what", "value"]
+    beside = rows_table([Row(key="a", value=5, unit="ms").beside(4, "memcpy"), Row(key="b", value=1)], "copies")
+    assert [column.header for column in beside.columns] == ["copies", "value", "", "limit", "", "ratio"]
 
 
 @pytest.mark.parametrize(
@@ -225,4 +226,4 @@ def test_an_interpreter_that_is_none_is_one_line(tmp_path: Path) -> None:
 )
 def test_a_router_whose_receipts_are_missing_is_not_the_one_to_measure(verdicts: dict[str, int], is_ok: bool) -> None:
     figures = route.Figures(version="", quick=False, cpus=1, verdicts=verdicts)
-    assert {row.name: row.ok for row in route.judge(figures)}["requests without a receipt"] is is_ok
+    assert {row.key: row.ok for row in route.rows(figures)}["requests without a receipt"] is is_ok

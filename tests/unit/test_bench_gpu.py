@@ -15,21 +15,9 @@ import pytest
 from rich.console import Console
 
 from kvtally.bench import gpu, gpu_arms, gpu_copies
-from kvtally.bench.child import Child
+from kvtally.bench.engine import Answer, Ask, Settle, Source, Watch, Watched, gaps_after
 from kvtally.bench.gpu_arms import QUICK, Bench, Job, disk_arm
 from kvtally.bench.gpu_copies import CASES, Bed, _together, direct_reads
-from kvtally.bench.gpu_engine import (
-    SHAPES,
-    Answer,
-    Ask,
-    Settle,
-    Source,
-    Start,
-    Watch,
-    Watched,
-    engine_arguments,
-    gaps_after,
-)
 from kvtally.bench.gpu_report import (
     Arm,
     Busy,
@@ -45,10 +33,12 @@ from kvtally.bench.gpu_report import (
     outputs_equal,
     page,
 )
+from kvtally.bench.gpu_shapes import SHAPES, start_of
 from kvtally.core.geometry import object_length, runs
 from kvtally.core.receipts import Half, Role
 from kvtally.device import Checksums, Steps
 from kvtally.errors import ConfigError, TransportError
+from kvtally.processes import Worker
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -152,7 +142,7 @@ def test_a_directory_that_is_not_there_is_refused() -> None:
     assert refused.value.code == "KV-103"
 
 
-@pytest.mark.parametrize("module", ["gpu", "gpu_arms", "gpu_copies", "gpu_engine", "gpu_report"])
+@pytest.mark.parametrize("module", ["gpu", "gpu_arms", "gpu_copies", "gpu_shapes", "gpu_report", "engine"])
 def test_nothing_of_an_engine_is_imported_before_it_is_needed(module: str) -> None:
     code = f"import sys, kvtally.bench.{module}; print({{'torch', 'triton', 'vllm'}} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -198,7 +188,7 @@ class FakeEngine:
         if isinstance(message, Ask):
             is_known = message.seed in self._known and not (message.forget and self._name == "none")
             self._known.add(message.seed)
-            return Answer(seconds=0.02 if is_known else 0.2, first_token=message.seed, cached_tokens=100 * is_known)
+            return Answer(seconds=0.02 if is_known else 0.2, tokens=[message.seed], cached_tokens=100 * is_known)
         if isinstance(message, Watch):
             return Watched(gaps_s=[0.02, 0.03], firsts_s=[0.1], cached_tokens=[100])
         return Answer()
@@ -286,7 +276,7 @@ def test_what_comes_from_disk_stands_beside_what_the_disk_does_in_between(
 
 def test_a_child_is_refused_what_comes_before_its_start(tmp_path: Path) -> None:
     with (
-        Child("kvtally.bench.gpu_engine", tmp_path / "log") as child,
+        Worker("kvtally.bench.engine", log=tmp_path / "log") as child,
         pytest.raises(TransportError, match="started before it is asked"),
     ):
         child.ask(Settle(), Answer, 30.0)
@@ -343,8 +333,8 @@ def test_the_disk_is_read_and_left_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("connector", ["none", "offload", "kvtally"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_engines_differ_in_their_connector_only(tmp_path: Path, shape: str, connector: str) -> None:
-    plain = engine_arguments(Start(shape=shape, connector="none", directory=str(tmp_path)))
-    arguments = engine_arguments(Start(shape=shape, connector=connector, directory=str(tmp_path), store="a.sock"))
+    plain = start_of(shape, "none", tmp_path).arguments
+    arguments = start_of(shape, connector, tmp_path, "a.sock").arguments
     transfer = arguments.pop("kv_transfer_config", {})
     assert arguments == plain
     assert transfer.get("kv_connector") == {"offload": "OffloadingConnector", "kvtally": "KVTallyConnector"}.get(
@@ -356,10 +346,8 @@ def test_engines_differ_in_their_connector_only(tmp_path: Path, shape: str, conn
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_graphs_are_for_all_engines_alike(tmp_path: Path, shape: str) -> None:
-    eager = engine_arguments(Start(shape=shape, connector="kvtally", directory=str(tmp_path), store="a.sock"))
-    graphs = engine_arguments(
-        Start(shape=shape, connector="kvtally", directory=str(tmp_path), store="a.sock", graphs=True)
-    )
+    eager = start_of(shape, "kvtally", tmp_path, "a.sock").arguments
+    graphs = start_of(shape, "kvtally", tmp_path, "a.sock", graphs=True).arguments
     sizes = graphs.pop("compilation_config")["cudagraph_capture_sizes"]
     assert max(sizes) <= graphs["max_num_batched_tokens"]
     assert (eager.pop("enforce_eager"), graphs.pop("enforce_eager")) == (True, False)

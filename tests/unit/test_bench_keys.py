@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvtally.bench import gpu_report, prefetch_report, repeat_report, report, route
+from kvtally.bench import gpu_report, prefetch_report, repeat_report, route, store_report
 from kvtally.bench.gpu_arms import disk_arm
 from kvtally.core.receipts import Half, Role
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "bench_keys.json").read_text())
-LATENCY = report.Latency(quiet_ms=1.0, median_ms=1.0, p99_ms=1.0)
+LATENCY = store_report.Latency(quiet_ms=1.0, median_ms=1.0, p99_ms=1.0)
 
 
 def keys(info: Any, at: str = "") -> Iterator[str]:
@@ -37,7 +37,7 @@ def keys(info: Any, at: str = "") -> Iterator[str]:
 @pytest.mark.parametrize(
     ("bench", "figures"),
     [
-        ("store", report.Figures),
+        ("store", store_report.Figures),
         ("repeat", repeat_report.Figures),
         ("prefetch", prefetch_report.Figures),
         ("route", route.Figures),
@@ -56,14 +56,14 @@ def targets(figures: Any) -> list[str]:
 
 def test_the_targets_of_a_store_stay_as_they_are() -> None:
     parts = ("hit", "half", "miss", "hold", "round_trip", "hashing", "packing")
-    figures = report.Figures(
+    figures = store_report.Figures(
         lookup_16k=dict.fromkeys(parts, LATENCY),
         clients_gbps={"1": 1.0},
         clients_memcpy_gbps={"1": 1.0},
         lookup_ms_by_objects={"10000": 0.2, "1000000": 0.3},
         resident_bytes_per_object={"hybrid": 500.0, "dense": 500.0, "dense + disk": 500.0},
     )
-    figures.targets = report.judge(figures)
+    figures.targets = store_report.rows(figures)
     assert targets(figures) == GOLDEN["targets"]["store"]
 
 
@@ -85,8 +85,8 @@ def test_the_targets_of_prefetch_stay_as_they_are() -> None:
 
 
 def test_the_targets_of_a_router_stay_as_they_are() -> None:
-    figures = route.Figures(version="", quick=False, cpus=1)
-    figures.targets = route.judge(figures)
+    figures = route.Figures(quick=False, cpus=1)
+    figures.targets = route.targets(figures)
     assert targets(figures) == GOLDEN["targets"]["route"]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import kvtally
-from kvtally.bench.processes import drop_pages
+from kvtally.bench.daemon import drop_pages
 from kvtally.core.space import GRANULE_BYTES
 from kvtally.errors import ConfigError, IncompatibleError, IntegrityError, KVTallyError
 from kvtally.store.tiers.disk import READ_STEP_BYTES
