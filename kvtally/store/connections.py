@@ -5,8 +5,9 @@
     mover ───────────────────▶ Hub.jobs_done ────────────────┼─▶ Hub.flush ─▶ outbox: one write per client
     timer ───────────────────────────────────────────────────┘               jobs: to the mover; timer: re-armed
 
-Owns what a peer must do before the store hears of it (a Hello in time, and over TCP the proof of the token) and what
-ends a connection. Decides nothing about objects. Neighbours: `server` (accepts sockets), `store` (left to right above).
+Owns what a peer must do before the store hears of it (a Hello in time, and over TCP the proof of the token), what ends
+a connection, and the turns that connections take. Decides nothing about objects. Neighbours: `server` (accepts
+sockets), `store` (left to right above).
 Threading: everything here runs in the event loop's thread; nothing polls.
 """
 
@@ -36,6 +37,7 @@ logger = logging.getLogger("kvtally.store")
 HELLO_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 1.0  # for a refused peer to read why
 UNGREETED_LIMIT = 64  # connections of one transport that have not said hello: strangers must not crowd out clients
+REQUESTS_PER_TURN = 16  # of one connection, before others have their turn
 _TIMER_SLACK_S = 0.001  # loops round timers to milliseconds; one that fires early would only have to be set again
 
 
@@ -203,6 +205,7 @@ class Connection(asyncio.Protocol):
         self.has_arena = has_arena  # may have the arena mapped: came over the unix socket and holds its liveness pipe
         self.nonce = nonce  # to be answered with the token's proof; empty where the kernel vouched for the user
         self.is_ended = False
+        self._has_more = False  # requests were received that wait for the next turn
         self._hub = hub
         self._hello_timeout_s = hello_timeout_s
         self._reader = request_reader(hub.limits.frame_bytes)
@@ -219,13 +222,32 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.is_ended:
             return
+        self._reader.push(data)
+        if not self._has_more:
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Carry out some of the requests that are here. Where there are more, other connections have their turn first,
+        and nothing is read meanwhile."""
+        if self.is_ended:
+            return
         try:
-            requests = self._reader.feed(data)
+            requests = self._reader.take(REQUESTS_PER_TURN)
         except TransportError as error:
             self.refuse(error)
             return
         if requests:
             self._hub.received(self, requests)
+        if self._transport.is_closing():
+            return
+        if len(requests) == REQUESTS_PER_TURN:
+            if not self._has_more:
+                self._has_more = True
+                self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._take_turn)
+        elif self._has_more:
+            self._has_more = False
+            self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_ended = True

@@ -1,8 +1,9 @@
 """The store's logic as one object without I/O: messages, outcomes and time go in, messages and jobs come out.
 
-Owns sessions, the handshake's content, dispatch, receipts, stats and the order of events; reading is `lookups` and
-`leases`, writing is `writes`, the index is `core.residency`. The shell (`server`, `mover`) and the simulator drive it
-in the same way, which is why a whole node can be run from a seed. Single-threaded: the event loop's thread owns it.
+Owns sessions, the handshake's content, dispatch, stats and the order of events; reading is `lookups` and `leases`,
+writing is `writes`, receipts are `receipts`, the index is `core.residency`. The shell (`server`, `mover`) and the
+simulator drive it in the same way, which is why a whole node can be run from a seed. Single-threaded: the event loop's
+thread owns it.
 
     shell ──handle / disconnect / writer_gone / tick / job_done──▶ Store ──take_outbox / take_jobs──▶ shell
 """
@@ -18,14 +19,14 @@ import msgspec
 
 from kvtally.core.checksum import ALGORITHM
 from kvtally.core.namespace import FORMAT_VERSION, Namespace, canonical, decode, difference
-from kvtally.core.receipts import ReceiptBook
 from kvtally.core.residency import ARENA, ChainConflict, Node, Residency, each_bit
 from kvtally.core.space import round_up
 from kvtally.errors import CapacityError
-from kvtally.store.context import Alarm, Context, Prefetched, Session, TierInfo, TierState
+from kvtally.store.context import Context, Prefetched, Session, TierInfo, TierState
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, WriteJob
 from kvtally.store.leases import Leases
 from kvtally.store.lookups import Lookups
+from kvtally.store.receipts import ReceiptDesk
 from kvtally.store.resets import ResetEnd, Resets
 from kvtally.store.tiers.base import ObjectRecord
 from kvtally.store.writes import Writes
@@ -41,7 +42,6 @@ from kvtally.wire.messages import (
     PutEnd,
     ReceiptFile,
     ReceiptGet,
-    Receipts,
     Release,
     Reply,
     Request,
@@ -57,7 +57,6 @@ from kvtally.wire.messages import (
 __all__ = ["Health", "Store", "TierInfo"]
 
 LONGEST_NAME = 200  # characters of what a peer calls itself or its model, in stats: all of them must fit into one frame
-HALF_TEXT_BYTES = 1_024  # all the texts of a receipt's half: a thousand receipts must fit into one frame
 
 
 class Health(NamedTuple):
@@ -90,8 +89,7 @@ class Store:
         self._resets = Resets(self._context, self._writes)
         self._leases = Leases(self._context, self._writes.record, self._writes.remove)
         self._lookups = Lookups(self._context, self._leases, self._learn)
-        self._book = ReceiptBook(capacity=limits.receipts, lifetime_ns=limits.receipt_ns)
-        self._fetches: dict[str, list[tuple[Session, int, Alarm]]] = {}  # ticket -> who waits for it
+        self._receipts = ReceiptDesk(self._context)
         self._last_session = 0
 
     # ---- connections
@@ -112,11 +110,7 @@ class Store:
     def disconnect(self, session_id: int, now_ns: int) -> None:
         """The socket closed: leases and open puts are gone; slots that may still be written to wait in limbo."""
         session = self._context.sessions[session_id]
-        for ticket in [
-            ticket for ticket, waiting in self._fetches.items() if any(entry[0] is session for entry in waiting)
-        ]:
-            for waiter in [entry for entry in self._fetches[ticket] if entry[0] is session]:
-                self._stop_fetch(ticket, waiter)
+        self._receipts.disconnect(session)
         self._lookups.disconnect(session)
         self._leases.disconnect(session, now_ns)
         self._writes.disconnect(session, now_ns)
@@ -138,9 +132,9 @@ class Store:
             self._handle_bytes(session, request, now_ns)
             self._leases.advance(now_ns)
         elif isinstance(request, ReceiptFile):
-            self._file_receipt(session, request, now_ns)
+            self._receipts.file(session, request, now_ns)
         elif isinstance(request, ReceiptGet):
-            self._get_receipts(session, request, now_ns)
+            self._receipts.get(session, request, now_ns)
         elif isinstance(request, Ping):
             self._context.send(session, Done(request.id))
         elif isinstance(request, StatsGet):
@@ -238,56 +232,6 @@ class Store:
             return f"the peer's namespace {expected.hex()[:12]} is unknown here", "Let both engines use the same store."
         fields = "; ".join(f"{d.field}: {d.ours} here, {d.theirs} there" for d in difference(ours, peer.namespace)[:5])
         return f"the engine and its peer cannot share bytes: {fields}", "Start both engines with the same settings."
-
-    # ---- receipts
-
-    def _file_receipt(self, session: Session, request: ReceiptFile, now_ns: int) -> None:
-        half, longest = request.half, self._context.limits.ticket_bytes
-        text_bytes = len(half.request.encode()) + len(half.reason.encode()) + len(half.chain)
-        if not 0 < len(request.ticket) <= longest or text_bytes > HALF_TEXT_BYTES:
-            message = f"a ticket of {len(request.ticket)} characters, with a half whose texts have {text_bytes} bytes"
-            remedy = f"Tickets have 1 to {longest} characters, the texts of a half at most {HALF_TEXT_BYTES} bytes."
-            self._context.refuse(session, request.id, "KV-503", message, remedy)
-            return
-        receipt = self._book.file(request.ticket, request.half, now_ns)
-        if receipt.decode is not None:
-            for waiter in list(self._fetches.get(request.ticket, ())):
-                self._stop_fetch(request.ticket, waiter)
-                self._context.send(waiter[0], Receipts(waiter[1], [receipt]))
-        self._context.send(session, Done(request.id))
-
-    def _get_receipts(self, session: Session, request: ReceiptGet, now_ns: int) -> None:
-        if not request.ticket:
-            newest = self._book.last(max(0, min(request.last, 1000)), now_ns)
-            self._context.send(session, Receipts(request.id, newest))
-            return
-        receipt = self._book.find(request.ticket, now_ns)
-        is_final = receipt is not None and receipt.decode is not None
-        is_final |= len(request.ticket) > self._context.limits.ticket_bytes  # nobody can file that one
-        if is_final or request.wait_ms <= 0 or session.waiting >= self._context.limits.waiting_per_client:
-            self._context.send(session, Receipts(request.id, [receipt] if receipt is not None else []))
-            return
-        wait_ns = min(request.wait_ms * 1_000_000, self._context.limits.wait_ns)
-        alarm = self._context.alarms.set(
-            now_ns + wait_ns, partial(self._fetch_late, request.ticket, session, request.id)
-        )
-        self._fetches.setdefault(request.ticket, []).append((session, request.id, alarm))
-        session.waiting += 1
-
-    def _fetch_late(self, ticket: str, session: Session, request: int, now_ns: int) -> None:
-        mine = [entry for entry in self._fetches[ticket] if entry[0] is session and entry[1] == request]
-        waiter = min(mine, key=lambda entry: (entry[2].bucket, entry[2].number))  # a peer may use one id twice
-        self._stop_fetch(ticket, waiter)
-        receipt = self._book.find(ticket, now_ns)
-        self._context.send(session, Receipts(request, [receipt] if receipt is not None else []))
-
-    def _stop_fetch(self, ticket: str, waiter: tuple[Session, int, Alarm]) -> None:
-        waiting = self._fetches[ticket]
-        waiting.remove(waiter)
-        if not waiting:
-            del self._fetches[ticket]
-        waiter[0].waiting -= 1
-        self._context.alarms.cancel(waiter[2])
 
     # ---- tiers
 
@@ -436,7 +380,7 @@ class Store:
                 }
                 for digest, family in residency.families.items()
             ],
-            "receipts": len(self._book),
+            "receipts": len(self._receipts),
             "refused": dict(counts.refused),
             "quarantined": {"count": dict(counts.quarantined), "latest": list(context.quarantine)},
         }

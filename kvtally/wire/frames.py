@@ -6,6 +6,7 @@ Any byte string yields messages, "need more", or `TransportError` KV-503; never 
 from __future__ import annotations
 
 import struct
+import sys
 from typing import Generic, TypeVar
 
 import msgspec
@@ -37,27 +38,38 @@ class FrameReader(Generic[T]):
         self._decoder = decoder
         self._limit_bytes = limit_bytes
         self._buffer = bytearray()
+        self._start = 0  # of what was not taken yet
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[T]:
         """Add received bytes; return the messages they complete."""
-        buffer = self._buffer
-        buffer += data
+        self.push(data)
+        return self.take(sys.maxsize)
+
+    def push(self, data: bytes | bytearray | memoryview) -> None:
+        """Add received bytes."""
+        self._buffer += data
+
+    def take(self, most: int) -> list[T]:
+        """The next whole messages, so many at most. Only these are decoded."""
+        buffer, start = self._buffer, self._start
         messages: list[T] = []
-        position = 0
-        while len(buffer) - position >= 4:
-            (length,) = _LENGTH.unpack_from(buffer, position)
+        while len(messages) < most and len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
             if length > self._limit_bytes:
                 raise TransportError(
                     f"a frame of {length} bytes is over the limit of {self._limit_bytes}",
                     remedy="Send fewer objects or boundaries in one message.",
                     code="KV-503",
                 )
-            if len(buffer) - position - 4 < length:
+            end = start + _LENGTH.size + length
+            if len(buffer) < end:
                 break
-            messages.append(self._decode(bytes(buffer[position + 4 : position + 4 + length])))
-            position += 4 + length
-        if position:
-            del buffer[:position]
+            messages.append(self._decode(bytes(buffer[start + _LENGTH.size : end])))
+            start = end
+        if start > len(buffer) // 2:  # not each time: what is left would be moved again and again
+            del buffer[:start]
+            start = 0
+        self._start = start
         return messages
 
     def _decode(self, payload: bytes) -> T:

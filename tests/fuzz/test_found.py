@@ -11,7 +11,8 @@ from kvtally.core.keys import ROOT_CHAIN, ObjectKey, chain_value
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace, canonical
 from kvtally.core.receipts import Half, Role
 from kvtally.store.jobs import Job, Outcome, ReadJob, RemoveJob, WriteJob
-from kvtally.store.store import HALF_TEXT_BYTES, Store, TierInfo
+from kvtally.store.receipts import HALF_TEXT_BYTES
+from kvtally.store.store import Store, TierInfo
 from kvtally.store.tiers.base import ObjectRecord
 from kvtally.wire.frames import encode
 from kvtally.wire.limits import SECOND_NS, Limits

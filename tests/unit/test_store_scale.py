@@ -5,19 +5,35 @@ Each bound is ten times what the event takes, and a fraction of what it took whe
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from kvtally.core.keys import ROOT_CHAIN
+from kvtally.core.receipts import Half
 from kvtally.core.residency import Node as Boundary
 from kvtally.store.jobs import Outcome
 from kvtally.store.staging import Staging
-from kvtally.wire.messages import Found, Lookup, PutBegin, PutEnd, PutObject, PutSlots, PutStatus, Release
+from kvtally.wire.limits import SECOND_NS
+from kvtally.wire.messages import (
+    Found,
+    Lookup,
+    PutBegin,
+    PutEnd,
+    PutObject,
+    PutSlots,
+    PutStatus,
+    ReceiptFile,
+    ReceiptGet,
+    Release,
+)
 from tests.unit.test_prefetch_store import CHUNK, GRANULE, Node
 
 
@@ -103,3 +119,68 @@ def test_to_weigh_a_long_prompt_looks_at_each_of_its_objects_once(monkeypatch: p
     handle(node, question(node, 1, hold=True, prefill_tokens_s=1))
     assert (len(looked_at), looked_at.total()) == (500, 500)
     node.store.check()
+
+
+def opcodes(action: Callable[[], object]) -> int:
+    """How many instructions of the interpreter an action takes: the same on every machine."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(previous)
+    return count
+
+
+def fetches_of(count: int) -> Node:
+    """So many clients' fetches that wait for one receipt, and are late together."""
+    node = Node({})
+    for _ in range(count):
+        session = node.store.connect(shared_memory=False, now_ns=node.now_ns)
+        for number in range(4):
+            node.store.handle(session, ReceiptGet(number, "t", wait_ms=100), node.now_ns)
+    return node
+
+
+def end_all(node: Node) -> None:
+    later_ns = node.now_ns + SECOND_NS
+    while node.store.tick(later_ns) == later_ns:
+        pass
+
+
+@pytest.mark.parametrize("end", ["late", "filed", "gone"])
+def test_fetches_of_one_receipt_end_in_a_time_that_grows_with_their_number(end: str) -> None:
+    """Each looked for itself among all that waited: 32 sessions with 1,024 each took 4.6 s."""
+    costs = []
+    for count in (20, 40):
+        node = fetches_of(count)
+        sessions = list(node.store._context.sessions)
+        half = Half(role="decode")
+        actions: dict[str, Callable[[], object]] = {
+            "late": partial(end_all, node),
+            "filed": partial(node.store.handle, node.session, ReceiptFile(1, "t", half), node.now_ns),
+            "gone": lambda: [node.store.disconnect(session, node.now_ns) for session in sessions],  # noqa: B023
+        }
+        costs.append(opcodes(actions[end]))
+        assert not node.store._context.alarms
+        assert end == "gone" or len(node.store.take_outbox()) >= 4 * count
+    assert costs[1] < 2.2 * costs[0]
+
+
+def test_what_is_due_together_is_done_a_part_at_a_time() -> None:
+    """Between the parts other clients have their turn."""
+    node = fetches_of(100)
+    later_ns = node.now_ns + SECOND_NS
+    answered = []
+    while node.store.tick(later_ns) == later_ns:
+        answered.append(len(node.store.take_outbox()))
+    answered.append(len(node.store.take_outbox()))
+    assert answered == [256, 144]
