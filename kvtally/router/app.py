@@ -33,7 +33,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvtally.config import RouterConfig
-from kvtally.config.units import split_address
+from kvtally.config.units import is_loopback, split_address
 from kvtally.connection import endpoint
 from kvtally.errors import ConfigError, RouteError
 from kvtally.router.flavours import FLAVOURS
@@ -166,9 +166,11 @@ class Router:
         return _json(record.tree())
 
     async def _receipts(self, request: web.BaseRequest) -> web.Response:
-        refusal = self._refusal(request) if self._config.token else None
-        if refusal is not None:
-            return refusal
+        """The last ones, of all clients: for whoever knows the token, or is on this machine where there is none."""
+        if self._config.token or not is_loopback(request.remote or ""):
+            refusal = self._refusal(request, "this router has no token, so it lists receipts only on its own machine")
+            if refusal is not None:
+                return refusal
         text = request.query.get("last", "")[:9]  # more digits are no larger a number of receipts
         count = int(text) if text.isascii() and text.isdecimal() else DEFAULT_RECEIPTS
         return _json([record.tree() for record in self._sources.tally.last(min(count, MOST_RECEIPTS))])
@@ -185,11 +187,14 @@ class Router:
         logger.info("instance %s is %s", member.name, member.state)
         return _json({"instance": member.name, "state": member.state, "requests": member.legs})
 
-    def _refusal(self, request: web.BaseRequest) -> web.Response | None:
+    def _refusal(
+        self,
+        request: web.BaseRequest,
+        without_token: str = "this router has no token, so nothing can be changed over HTTP",
+    ) -> web.Response | None:
         """None for whoever knows the token."""
         if not self._config.token:
-            message = "this router has no token, so nothing can be changed over HTTP"
-            return _refused(403, message, "Start it with --token-file FILE.")
+            return _refused(403, without_token, "Start it with --token-file FILE.")
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if hmac.compare_digest(given, f"Bearer {self._config.token}".encode()):
             return None

@@ -949,6 +949,20 @@ class TestServer:
 
         run(test)
 
+    def test_without_a_token_receipts_are_listed_on_this_machine_only(
+        self, tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, store=store) as it:
+                ticket = (await it.ask(LONG)).headers["x-kvtally-request"]
+                assert (await it.send("GET", "/receipts?last=1")).status == 200
+                monkeypatch.setattr(web.BaseRequest, "remote", "192.0.2.7")
+                assert (await it.send("GET", "/receipts?last=1")).status == 403
+                assert (await it.send("GET", "/receipts")).status == 403
+                assert (await it.send("GET", f"/receipts/{ticket}")).status == 200  # for whoever knows the id
+
+        run(test)
+
     def test_draining_needs_the_token_and_takes_an_instance_out(self, tmp_path: Path, store: str) -> None:
         async def test() -> None:
             async with kit(tmp_path, store=store, decode=2, token=TOKEN) as it:
