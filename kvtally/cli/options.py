@@ -1,22 +1,34 @@
-"""Options that several commands share. Their help is the settings table's."""
+"""Options of commands. Those of settings are made from the table: names, help and what stands for their values."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from kvtally.config import DEFAULT_FILE, FILE_VARIABLE
+from kvtally.config.setting import Instances, Setting, Switch
 from kvtally.config.table import SETTINGS
+from kvtally.log import LogFormat
 
 
-def setting_option(key: str, metavar: str) -> Any:
-    """The option of one setting. Not given is None: `config.load` then looks elsewhere."""
-    setting = SETTINGS[key]
-    return typer.Option(setting.flag, help=setting.help, metavar=metavar, show_default=False)
+def _option(setting: Setting) -> Any:
+    """The type of the option of one setting. Not given is None: `config.load` then looks elsewhere."""
+    if isinstance(setting.kind, Switch):
+        both = f"{setting.flag}/{setting.flag.replace('--', '--no-', 1)}"
+        return Annotated[bool | None, typer.Option(both, help=setting.help, show_default=False)]
+    value = list[str] if isinstance(setting.kind, Instances) else str
+    metavar = setting.kind.metavar
+    return Annotated[value | None, typer.Option(setting.flag, help=setting.help, metavar=metavar, show_default=False)]
 
 
-SocketOption = Annotated[str | None, setting_option("store.socket", "PATH")]
+SocketOption = Annotated[
+    str | None,
+    typer.Option("--socket", help=SETTINGS["store.socket"].help, metavar="PATH", show_default=False),
+]
 ConfigOption = Annotated[
     str | None,
     typer.Option(
@@ -27,3 +39,38 @@ ConfigOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+LogFormatOption = Annotated[LogFormat, typer.Option("--log-format", help="How log lines look.")]
+VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")]
+
+
+def section(name: str) -> list[str]:
+    """The keys of a section's settings that have an option."""
+    return [key for key, setting in SETTINGS.items() if setting.section == name and setting.has_flag]
+
+
+def taking(keys: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one option for each of these settings. It gets what was given as `flags`, by key."""
+    names = {SETTINGS[key].name: key for key in keys}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            flags = {key: _joined(given.pop(name)) for name, key in names.items()}
+            command(flags=flags, **given)
+
+        own = inspect.signature(command, eval_str=True).parameters
+        options = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(SETTINGS[key]))
+            for name, key in names.items()
+        ]
+        kept = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, each in own.items() if name != "flags"]
+        run.__signature__ = inspect.Signature([*options, *kept])  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in (*options, *kept)}
+        return run
+
+    return decorate
+
+
+def _joined(value: Any) -> Any:
+    """Repeated flags are written with spaces between them, as in the environment."""
+    return (" ".join(value) or None) if isinstance(value, list) else value

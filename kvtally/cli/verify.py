@@ -11,6 +11,7 @@ import typer
 from kvtally.cli.options import JsonOption
 from kvtally.cli.terminal import columns, wrapped
 from kvtally.config.units import printable
+from kvtally.config.yaml_file import read_text
 from kvtally.errors import ConfigError
 
 if TYPE_CHECKING:  # `kvtally --help` need not pay for these
@@ -82,10 +83,7 @@ def verify(
 def _read_key(path: Path | None) -> str:
     if path is None:
         return ""
-    try:
-        key = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the key file {path} cannot be read: {error}", remedy="Check its path and mode.") from error
+    key = read_text(path, "the key file").strip()
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(
             f"the key file {path} holds what no header can carry", remedy="Write the key alone into it, as one line."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pwd
 import tempfile
@@ -10,10 +11,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtally.cli.main import app
 from kvtally.config import LONGEST_SOCKET_PATH_BYTES, ConnectorConfig, Origin, Settings, StoreConfig, load, sizes
+from kvtally.config.setting import Given, Setting
 from kvtally.config.sizes import available_memory_bytes
 from kvtally.config.table import SETTINGS, settings_table
 from kvtally.config.units import human_size, parse_size, split_address
@@ -415,6 +419,25 @@ class TestDocumentation:
     def test_operations_has_the_table(self) -> None:
         text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
         assert settings_table() in text, "replace the table in docs/operations.md with that of settings_table()"
+
+    @pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda setting: setting.key)
+    def test_what_help_says_can_be_written(self, setting: Setting) -> None:
+        """Its example, and its default where that is a value."""
+        if setting.is_secret:
+            return
+        read = functools.partial(setting.kind.read, is_for_here=False)
+        assert read(Given(setting, setting.example, Origin.FLAG, setting.flag, Path())) not in ("", (), None)
+        if not setting.default:
+            default = Given(setting, setting.default_words, Origin.FLAG, setting.flag, Path())
+            assert setting.default_words == "none" or read(default) == setting.kind.default
+
+    def test_every_setting_with_a_flag_is_an_option_of_its_command(self) -> None:
+        commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+        for section, command in (("store", "store"), ("router", "route")):
+            options = {name for option in commands[command].params for name in option.opts}
+            mine = [setting for setting in SETTINGS.values() if setting.section == section and setting.has_flag]
+            assert {setting.flag for setting in mine} <= options
+            assert "--token" not in options
 
     def test_every_setting_fills_a_field(self) -> None:
         for section, config in (("store", StoreConfig), ("connector", ConnectorConfig)):
