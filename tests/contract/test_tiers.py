@@ -23,6 +23,7 @@ from kvtally.store.tiers.files import open_disk
 from kvtally.store.tiers.limited import LimitedTier
 from kvtally.testing.tiers import MemoryDevice, MemoryTier, sample_namespace, sample_record
 from kvtally.wire.limits import MIB
+from tests.waiting import HANG_S
 
 CAPACITY_BYTES = 4 * MIB
 
@@ -287,7 +288,7 @@ def test_reads_while_writing(kit: Kit) -> None:
             tier.remove([record.key])
     stop.set()
     for reader in readers:
-        reader.join(timeout=30)
+        reader.join(HANG_S)
         assert not reader.is_alive()
     assert wrong == []
 

@@ -25,14 +25,21 @@ from kvtally.vllm.track import Track
 from kvtally.wire.messages import MissReason
 from tests.unit.early_kit import CHUNK, DENSE, PROMPT, Asked, inquiries, request, save, store
 from tests.unit.shell import Bench, Running
-from tests.waiting import eventually
+from tests.waiting import HANG_S, HOUR_S, Clock, eventually
 
 __all__ = ["inquiries", "store"]  # fixtures
 
+HOUR_MS = int(HOUR_S * 1e3)
+
 
 @pytest.fixture
-def asking(inquiries: Asked) -> Callable[..., Asking]:
-    return lambda **settings: Asking(inquiries, Tally(), full_groups=(0,), wait_ms=2000, **settings)
+def asking(inquiries: Asked, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asking]:
+    monkeypatch.setattr(asking_module, "REFRESH_NS", HOUR_MS * 1_000_000)
+
+    def make(*, wait_ms: int = HOUR_MS, **settings: Any) -> Asking:
+        return Asking(inquiries, Tally(), full_groups=(0,), wait_ms=wait_ms, **settings)
+
+    return make
 
 
 def question(name: str = "r", tokens: list[int] = PROMPT, **changes: Any) -> Track:
@@ -88,7 +95,6 @@ def test_off_switch(asking: Callable[..., Asking], inquiries: Asked, bench: Benc
     asked = question()
     lookups = store.stats("lookups", "total")
     scheduler.arrived(asked)
-    time.sleep(0.05)
     assert inquiries.asked == []
     assert store.stats("lookups", "total") == lookups
     assert matched(scheduler, asked) == 192
@@ -96,7 +102,7 @@ def test_off_switch(asking: Callable[..., Asking], inquiries: Asked, bench: Benc
 
 
 def test_the_deadline_counts_from_when_the_scheduler_comes(asking: Callable[..., Asking], inquiries: Asked) -> None:
-    scheduler = asking()
+    scheduler = asking(wait_ms=2000)
     asked = question()
     scheduler.arrived(asked)
     (inquiry,) = inquiries.asked
@@ -107,14 +113,14 @@ def test_the_deadline_counts_from_when_the_scheduler_comes(asking: Callable[...,
 
 
 def test_what_was_saved_while_a_request_queued_is_found(
-    asking: Callable[..., Asking], inquiries: Asked, bench: Bench
+    asking: Callable[..., Asking], inquiries: Asked, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = asking()
+    monkeypatch.setattr(asking_module, "REFRESH_NS", 0)
     asked = question()
     scheduler.arrived(asked)
     eventually(lambda: inquiries.asked[0].answer is not None)
     save(bench)
-    time.sleep(0.15)
     assert matched(scheduler, asked) == 192
     assert len(inquiries.asked) == 2
 
@@ -150,44 +156,46 @@ def test_place_and_priority_reach_the_store(asking: Callable[..., Asking], inqui
 
 
 def test_loading_is_weighed_only_when_the_rate_is_known_and_not_when_told_to_load_always(
-    asking: Callable[..., Asking], inquiries: Asked
+    asking: Callable[..., Asking], inquiries: Asked, clock: Clock
 ) -> None:
+    clock.stop()
     for always_load in (False, True):
         scheduler = asking(always_load=always_load)
         scheduler.arrived(question())
         scheduler.step_launched(500)
-        time.sleep(0.01)
+        clock.forward(0.01)
         scheduler.step_done()
         scheduler.arrived(question())
     unknown, known, _, never = (inquiry.prefill_tokens_s for inquiry in inquiries.asked)
-    assert (unknown, never) == (0, 0)
-    assert 0 < known <= 50_000
+    assert (unknown, known, never) == (0, 50_000, 0)
 
 
-def rate(scheduler: Asking, monkeypatch: pytest.MonkeyPatch, happened: list[tuple[int, int | None]]) -> float:
+def rate(scheduler: Asking, clock: Clock, happened: list[tuple[int, int | None]]) -> float:
     """Steps by the millisecond: so many tokens are launched, or the oldest is done (None)."""
+    clock.stop()
+    now_ms = 0
     for at_ms, tokens in happened:
-        monkeypatch.setattr(time, "monotonic_ns", lambda at_ms=at_ms: at_ms * 1_000_000)
+        clock.forward((at_ms - now_ms) / 1e3)
+        now_ms = at_ms
         if tokens is None:
             scheduler.step_done()
         else:
             scheduler.step_launched(tokens)
-    monkeypatch.undo()
     return scheduler._rate.tokens_s
 
 
-def test_empty_steps_do_not_end_others(asking: Callable[..., Asking], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_steps_do_not_end_others(asking: Callable[..., Asking], clock: Clock) -> None:
     """An engine that has waited for a load launches the rest of the prompt before it hears that the empty step is done:
     2,000 tokens in 96 ms, not in 4."""
     happened: list[tuple[int, int | None]] = []
     for begun in range(1000, 2000, 200):
         happened += [(begun, 0), (begun, 2000), (begun + 4, None), (begun + 100, None)]
-    assert rate(asking(), monkeypatch, happened) == pytest.approx(2000 / 0.096, rel=0.01)
+    assert rate(asking(), clock, happened) == pytest.approx(2000 / 0.096, rel=0.01)
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_a_step_whose_end_is_never_heard_of_shifts_nothing(
-    asking: Callable[..., Asking], monkeypatch: pytest.MonkeyPatch, in_flight: int
+    asking: Callable[..., Asking], clock: Clock, in_flight: int
 ) -> None:
     """Steps of a prompt and of one token take turns. Taken for one another, they would make the engine ten times as
     fast."""
@@ -198,7 +206,7 @@ def test_a_step_whose_end_is_never_heard_of_shifts_nothing(
         if number >= in_flight - 1:
             launched += 100 if (number - in_flight + 1) % 2 else 10
             happened.append((launched, None))
-    measured = rate(asking(steps_in_flight=in_flight), monkeypatch, happened)
+    measured = rate(asking(steps_in_flight=in_flight), clock, happened)
     assert measured == pytest.approx(10_000, rel=0.05)
 
 
@@ -208,7 +216,7 @@ def test_a_step_whose_end_is_never_heard_of_shifts_nothing(
 def test_an_idle_engine_waits_for_the_answer_instead_of_asking_again(
     asking: Callable[..., Asking], bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking_module, "IDLE_WAIT_S", 10.0)
+    monkeypatch.setattr(asking_module, "IDLE_WAIT_S", HANG_S)
     save(bench)
     scheduler = asking()
     asked = question()
@@ -218,52 +226,61 @@ def test_an_idle_engine_waits_for_the_answer_instead_of_asking_again(
     assert answer.end_tokens == 192
 
 
-def test_it_does_not_wait_where_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking_module, "IDLE_WAIT_S", 0.2)
-    nobody = Asked(lambda: StoreClient("nowhere"))  # not started
-    scheduler = Asking(nobody, Tally(), full_groups=(0,), wait_ms=2000, is_alone=False)
+class Nobody(Asked):
+    """Answers nothing, and counts how often somebody waited."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: StoreClient("nowhere"))  # not started
+        self.waits = 0
+
+    def wait(self, inquiry: Inquiry, timeout_s: float) -> None:
+        self.waits += 1
+
+
+def test_it_does_not_wait_where_others_wait_for_it() -> None:
+    nobody = Nobody()
+    scheduler = Asking(nobody, Tally(), full_groups=(0,), wait_ms=HOUR_MS, is_alone=False)
     asked = question()
     scheduler.arrived(asked)
-    assert not waits(scheduler, asked)
+    assert scheduler.answer(asked) is None
+    assert nobody.waits == 0
 
 
-def waits(asking: Asking, asked: Track) -> bool:
-    """Whether the scheduler was kept. Nobody answers."""
-    begun = time.monotonic()
-    assert asking.answer(asked) is None
-    return time.monotonic() - begun >= asking_module.IDLE_WAIT_S
+def test_it_waits_once_in_a_step_and_not_while_anything_runs() -> None:
+    nobody = Nobody()
+    scheduler = Asking(nobody, Tally(), full_groups=(0,), wait_ms=HOUR_MS)
 
+    def waits(asked: Track) -> bool:
+        before = nobody.waits
+        assert scheduler.answer(asked) is None
+        return nobody.waits > before
 
-def test_it_waits_once_in_a_step_and_not_while_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking_module, "IDLE_WAIT_S", 0.2)
-    nobody = Asked(lambda: StoreClient("nowhere"))  # not started
-    scheduler = Asking(nobody, Tally(), full_groups=(0,), wait_ms=2000)
     first, second, running = question("first"), question("second"), question("running")
     for asked in (first, second, running):
         scheduler.arrived(asked)
-    assert waits(scheduler, first)
-    assert not waits(scheduler, second)
+    assert waits(first)
+    assert not waits(second)
     scheduler.step_launched(0)
-    assert waits(scheduler, second)
+    assert waits(second)
     scheduler.began(running)
     scheduler.step_launched(1)
-    assert not waits(scheduler, first)
+    assert not waits(first)
     scheduler.ended(running)
     scheduler.step_launched(0)
-    assert waits(scheduler, first)
+    assert waits(first)
 
 
 # ---- what is not worth asking for
 
 
-def test_a_trifle_is_computed(asking: Callable[..., Asking], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trifle_is_computed(asking: Callable[..., Asking], clock: Clock) -> None:
     scheduler = asking()
     asked = question()
     assert not scheduler.is_trifle(asked, 1)  # how fast this engine is, is not known yet
-    monkeypatch.setattr(time, "monotonic_ns", iter([0, 1_000_000_000]).__next__)
+    clock.stop()
     scheduler.step_launched(1_000)
+    clock.forward(1.0)
     scheduler.step_done()
-    monkeypatch.undo()
     assert scheduler.is_trifle(asked, 4)
     assert not scheduler.is_trifle(asked, 6)
     handed_over = Track(request(), TokenPath(CHUNK, Extras()), Handoff(ticket="t", role=Role.DECODE))
@@ -280,7 +297,7 @@ def test_always_load_loads_trifles_too(asking: Callable[..., Asking]) -> None:
 def test_what_was_asked_for_a_trifle_is_given_back(bench: Bench, store: Running) -> None:
     save(bench)
     late = Asked(lambda: StoreClient(str(bench.path), namespace=DENSE))
-    scheduler = Asking(late, Tally(), full_groups=(0,), wait_ms=2000)
+    scheduler = Asking(late, Tally(), full_groups=(0,), wait_ms=HOUR_MS)
     asked = question()
     scheduler.arrived(asked)
     assert scheduler.leave(asked, is_saved=True)
@@ -330,13 +347,13 @@ def test_the_path_of_what_nobody_is_asked_about_is_walked_elsewhere(
 
 
 def test_where_many_arrive_before_a_step_the_first_are_asked_about_meanwhile(
-    asking: Callable[..., Asking], inquiries: Asked, monkeypatch: pytest.MonkeyPatch
+    asking: Callable[..., Asking], inquiries: Asked, clock: Clock
 ) -> None:
     scheduler = asking(may_leave=True)
-    monkeypatch.setattr(asking_module, "UNSEEN_NS", 20_000_000)
+    clock.stop()
     first, second = question("first"), question("second")
     scheduler.arrived(first)
-    time.sleep(0.03)
+    clock.forward(1.0)
     scheduler.arrived(second)
     assert inquiries.asked == [first.life.inquiry]
     scheduler.step_launched(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, Queue
 
@@ -20,6 +19,7 @@ from kvtally.store.mover import Batch, Mover
 from kvtally.store.tiers.base import NoRoomError, ObjectRecord
 from kvtally.testing.tiers import MemoryTier, sample_record
 from kvtally.wire.limits import MIB
+from tests.waiting import HANG_S, HOUR_S, eventually
 
 TIER = 1  # the arena is 0
 
@@ -72,7 +72,7 @@ class Loop:
         done: dict[int, Outcome] = {}
         while len(done) < count:
             try:
-                self.posted.get(timeout=10)()
+                self.posted.get(timeout=HANG_S)()
             except Empty:
                 raise AssertionError(f"only {len(done)} of {count} jobs ended") from None
             done |= {job.id: outcome for job, outcome in self.batches[-1]}
@@ -101,7 +101,7 @@ def mover(arena: Arena, tier: WatchedTier, loop: Loop) -> Iterator[Mover]:
     mover = Mover([tier], arena)
     mover.start(post=loop.posted.put, deliver=loop.batches.append)
     yield mover
-    assert mover.stop(10)
+    assert mover.stop(HANG_S)
 
 
 def test_bytes_go_down_and_come_up_verified(arena: Arena, tier: WatchedTier, loop: Loop, mover: Mover) -> None:
@@ -156,7 +156,7 @@ def test_bytes_that_were_not_reported_are_not_verified(arena: Arena, loop: Loop)
     mover.start(post=loop.posted.put, deliver=loop.batches.append)
     mover.submit([ReadJob(id=1, tier=TIER, record=record, pieces=(Piece(0, 4096), Piece(8192, 4096)))])
     assert loop.outcomes(1)[1].code == "KV-401"
-    assert mover.stop(10)
+    assert mover.stop(HANG_S)
 
 
 def test_an_error_of_the_tier_becomes_its_code(tier: WatchedTier, loop: Loop, mover: Mover) -> None:
@@ -206,7 +206,7 @@ def test_reads_pass_a_slow_write(tier: WatchedTier, loop: Loop, mover: Mover) ->
 
     def hold_writes(operation: str) -> None:
         if operation == "write":
-            assert release.wait(10)
+            assert release.wait(HANG_S)
 
     tier.before = hold_writes
     mover.submit(
@@ -224,9 +224,7 @@ def test_outcomes_that_pile_up_are_delivered_together(tier: WatchedTier, loop: L
     """The loop is busy: one wake-up is posted for all that ends meanwhile."""
     for number in range(10):
         mover.submit([RemoveJob(id=number, tier=TIER, keys=(sample_record(number, b"").key,))])
-    deadline = time.monotonic() + 10
-    while len(tier.changes) < 10 and time.monotonic() < deadline:
-        time.sleep(0.001)
+    eventually(lambda: len(tier.changes) == 10)
     assert loop.posted.qsize() == 1
     assert set(loop.outcomes(10)) == set(range(10))
 
@@ -237,7 +235,7 @@ def test_stop_drops_what_is_queued_and_reports_a_hung_device(arena: Arena) -> No
 
     def hang(operation: str) -> None:
         entered.set()
-        release.wait(10)
+        release.wait(HOUR_S)
 
     tier.before = hang
     mover = Mover([tier], arena)
@@ -245,10 +243,10 @@ def test_stop_drops_what_is_queued_and_reports_a_hung_device(arena: Arena) -> No
     mover.submit(
         WriteJob(id=number, tier=TIER, record=sample_record(number, b"x"), pieces=(Piece(0, 1),)) for number in range(3)
     )
-    assert entered.wait(10)
+    assert entered.wait(HANG_S)
     assert not mover.stop(0.05)
     release.set()
-    assert mover.stop(10)
+    assert mover.stop(HANG_S)
     assert len(tier.inner.objects) == 1
 
 

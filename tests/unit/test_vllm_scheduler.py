@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from kvtally.core.receipts import Half
 from kvtally.testing.models import RECIPES, Recipe
 from tests.unit.early_kit import CHUNK, DENSE, Asked, inquiries, request, save, step, store
 from tests.unit.shell import Bench
+from tests.waiting import Clock
 
 __all__ = ["inquiries", "store"]  # fixtures
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -174,12 +174,15 @@ def test_what_vllm_holds_of_full_attention_says_nothing_about_a_window() -> None
 # ---- requests that are left to the engine's own cache
 
 
-def test_what_was_covered_and_is_evicted_while_it_waits_is_loaded(half: Callable[..., Any], bench: Bench) -> None:
+def test_what_was_covered_and_is_evicted_while_it_waits_is_loaded(
+    half: Callable[..., Any], bench: Bench, clock: Clock
+) -> None:
     tokens = list(range(2000))
     save(bench, tokens)
     scheduler = half(FULL)
+    clock.stop()
     scheduler._asking.step_launched(4000)
-    time.sleep(0.2)
+    clock.forward(0.2)
     scheduler._asking.step_done()  # an engine of some 20,000 tokens a second
     asked = request("r", tokens)
     scheduler.on_new_request(asked)
