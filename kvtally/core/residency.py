@@ -28,7 +28,6 @@ from kvtally.core.space import Piece, Space, round_up
 
 ARENA = 0
 _CELL = struct.Struct("<QQQ")  # of one object: place in the arena, length in bytes, checksum
-_NO_CELL = bytes(_CELL.size)
 _SCATTERED = 1 << 63  # the place cell holds an index into `Residency._scattered`
 _COUNT_BITS = 32
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
@@ -52,6 +51,7 @@ class Node:
         "end",
         "family",
         "held",
+        "known",
         "parent",
         "pending",
         "pins",
@@ -67,7 +67,10 @@ class Node:
         self.parent = parent
         self.start = start
         self.end = end
-        self.cells = b""  # one `_CELL` per object, packed: a third of the memory of objects; none until the first one
+        # One `_CELL` for each object of `known`, packed: a third of the memory of Python objects. Only for those: with
+        # 64 groups on 256 ranks, cells for all of them would take 100 times as much as a boundary's first object.
+        self.cells = b""
+        self.known = 0  # objects that have a cell; they keep it as long as the node lives, also when they are dropped
         self.held = 0  # resident objects, a mask of `family.width` bits for each tier
         self.counts = 0  # children resident in each tier, 32 bits each
         self.children = 0  # children in all
@@ -194,15 +197,15 @@ class Residency:
 
     def pieces(self, node: Node, bit: int) -> tuple[Piece, ...]:
         """Where a resident object lies in the arena."""
-        place, length, _ = _CELL.unpack_from(node.cells, bit * _CELL.size)
+        place, length, _ = _CELL.unpack_from(node.cells, _cell_at(node, bit))
         return self._scattered[place & ~_SCATTERED] if place & _SCATTERED else (Piece(place, length),)
 
     def length_bytes(self, node: Node, bit: int) -> int:
-        length: int = _CELL.unpack_from(node.cells, bit * _CELL.size)[1]
+        length: int = _CELL.unpack_from(node.cells, _cell_at(node, bit))[1]
         return length
 
     def checksum(self, node: Node, bit: int) -> int:
-        value: int = _CELL.unpack_from(node.cells, bit * _CELL.size)[2]
+        value: int = _CELL.unpack_from(node.cells, _cell_at(node, bit))[2]
         return value
 
     def differs(self, node: Node, bit: int, length_bytes: int, checksum: int) -> bool:
@@ -286,8 +289,9 @@ class Residency:
         successor = self.families[family.namespace.digest] = Family(family.namespace)
         return successor
 
-    def sweep(self, family: Family, most_objects: int) -> list[list[ObjectKey]]:
-        """Drop some objects of a forgotten family, children before their parents: their keys, by lower tier."""
+    def sweep(self, family: Family, most_objects: int) -> tuple[list[list[ObjectKey]], int]:
+        """Drop some objects of a forgotten family, children before their parents: their keys, by lower tier, and how
+        many more might have been dropped."""
         nodes = self.forgotten[family]
         keys: list[list[ObjectKey]] = [[] for _ in range(self.tiers)]
         while nodes and most_objects > 0:
@@ -302,7 +306,7 @@ class Residency:
                     keys[tier] += [family.key(node, bit) for bit in each_bit(mask)]
         if not nodes:
             del self.forgotten[family]
-        return keys
+        return keys, max(0, most_objects)
 
     def is_sweeping(self, namespace: Namespace) -> bool:
         """Whether a tier may still hold objects of this namespace that were forgotten."""
@@ -350,9 +354,14 @@ class Residency:
         return is_candidate
 
     def _write_cell(self, node: Node, bit: int, place: int, length_bytes: int, checksum: int) -> None:
-        cells = node.cells or _NO_CELL * node.family.width
-        at = bit * _CELL.size
-        node.cells = cells[:at] + _CELL.pack(place, length_bytes, checksum) + cells[at + _CELL.size :]
+        at = _cell_at(node, bit)
+        after = at
+        if node.known >> bit & 1:
+            after += _CELL.size
+        else:
+            known = node.known | 1 << bit
+            node.known = node.family.full if known == node.family.full else known  # one integer for all whole nodes
+        node.cells = node.cells[:at] + _CELL.pack(place, length_bytes, checksum) + node.cells[after:]
 
     def _drop(self, node: Node, mask: int, tier: int) -> None:
         """Some of the objects that the tier holds of a node, at least one."""
@@ -373,7 +382,7 @@ class Residency:
         self.settle(node)
 
     def _forget_place(self, node: Node, bit: int) -> tuple[Piece, ...]:
-        place, length, _ = _CELL.unpack_from(node.cells, bit * _CELL.size)
+        place, length, _ = _CELL.unpack_from(node.cells, _cell_at(node, bit))
         return self._scattered.pop(place & ~_SCATTERED) if place & _SCATTERED else (Piece(place, length),)
 
     def _anywhere(self, node: Node) -> int:
@@ -456,6 +465,7 @@ class Residency:
                     chain_above = node.parent.chain
                     assert family.nodes[chain_above] is node.parent and node.parent.end == node.start
                     children[chain_above] = children.get(chain_above, 0) + 1
+                assert len(node.cells) == node.known.bit_count() * _CELL.size and not self._anywhere(node) & ~node.known
                 for bit in each_bit(self.arena_mask(node)):
                     assert sum(piece.length for piece in self.pieces(node, bit)) == self.length_bytes(node, bit)
             assert resident == family.objects
@@ -471,6 +481,13 @@ class Residency:
                 for bit in each_bit(self.arena_mask(node)):
                     owned += self.pieces(node, bit)
         return owned
+
+
+def _cell_at(node: Node, bit: int) -> int:
+    """Where an object's cell begins, or is to be put in."""
+    if node.known == node.family.full:
+        return bit * _CELL.size
+    return (node.known & ((1 << bit) - 1)).bit_count() * _CELL.size
 
 
 def _nothing(chain: bytes) -> Node | None:

@@ -38,6 +38,7 @@ class Session:
     puts: set[int] = field(default_factory=set)
     put_bytes: int = 0  # of open writes, and of those in limbo
     waiting: int = 0
+    resets: int = 0  # asked for and not answered
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ from kvtally.wire.limits import SECOND_NS
 
 REMOVAL_NS = 3 * SECOND_NS // 2  # whoever asked gives up after 2 s by default: told before, it knows what became of it
 SLICE_OBJECTS = 4096  # dropped at once, which takes some 10 ms
+MOST_RESETS = 64  # at once, in the whole store
+MOST_OF_CLIENT = 8  # of these, of one client
 PAUSE_NS = 1  # between two of them: until alarms are due again, some milliseconds later
 
 
@@ -55,10 +57,16 @@ class Resets:
         self._writes = writes
         self._sweeping: deque[Forgetting] = deque()  # the first one is swept, the others wait
         self._removing: dict[int, Forgetting] = {}  # by RemoveJob; one reset may wait for several
+        self._under_way: set[Forgetting] = set()  # something is yet to be swept, or to be told
 
     def begin(self, family: Family, now_ns: int, on_end: Callable[[ResetEnd], None]) -> None:
         """Forget every object of a namespace. What a lease has let somebody read stays there until it is released."""
+        if len(self._under_way) >= MOST_RESETS:
+            message = f"{MOST_RESETS} resets are under way, the most at once; nothing was forgotten"
+            on_end(ResetEnd(0, "KV-302", message, "Reset once more in a few seconds."))
+            return
         forgetting = Forgetting(family, family.objects, on_end)
+        self._under_way.add(forgetting)
         successor = self._residency.forget(family)
         for session in self._context.sessions.values():
             if session.family is family:
@@ -73,9 +81,18 @@ class Resets:
             self._sweep(now_ns)
 
     def _sweep(self, now_ns: int) -> None:
-        """Drop the next slice, and have it removed from lower tiers."""
+        """Drop the next slice, of one reset or of several, and have it removed from lower tiers."""
+        left = SLICE_OBJECTS
+        while self._sweeping and left:
+            left = self._sweep_first(left)
+        self._writes.catch_up_all(now_ns)
+        if self._sweeping:
+            self._context.alarms.set(now_ns + PAUSE_NS, self._sweep)
+
+    def _sweep_first(self, most_objects: int) -> int:
+        """Go on with the reset that is the first in the queue; how many more objects may be dropped now."""
         forgetting = self._sweeping[0]
-        keys = self._residency.sweep(forgetting.family, SLICE_OBJECTS)
+        keys, left = self._residency.sweep(forgetting.family, most_objects)
         is_swept = forgetting.family not in self._residency.forgotten
         for number, tier in enumerate(self._context.tiers, 1):
             if is_swept:
@@ -90,9 +107,8 @@ class Resets:
             self._sweeping.popleft()
             if not forgetting.jobs:
                 self._end(forgetting)
-            self._writes.catch_up_all(now_ns)
-        if self._sweeping:
-            self._context.alarms.set(now_ns + PAUSE_NS, self._sweep)
+            self._settle(forgetting)
+        return left
 
     def removed(self, job: RemoveJob, outcome: Outcome) -> None:
         """Some RemoveJob ended, perhaps one of a reset."""
@@ -120,3 +136,8 @@ class Resets:
         objects = forgetting.objects
         message = f"{objects} objects are forgotten, but {why}: a restart of the store would bring them back"
         forgetting.on_end(ResetEnd(objects, forgetting.code, message) if forgetting.code else ResetEnd(objects))
+        self._settle(forgetting)
+
+    def _settle(self, forgetting: Forgetting) -> None:
+        if forgetting.alarm is None and forgetting.family not in self._residency.forgotten:
+            self._under_way.discard(forgetting)

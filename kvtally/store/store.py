@@ -27,7 +27,7 @@ from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, WriteJob
 from kvtally.store.leases import Leases
 from kvtally.store.lookups import Lookups
 from kvtally.store.receipts import ReceiptDesk
-from kvtally.store.resets import ResetEnd, Resets
+from kvtally.store.resets import MOST_OF_CLIENT, ResetEnd, Resets
 from kvtally.store.tiers.base import ObjectRecord
 from kvtally.store.writes import Writes
 from kvtally.wire.limits import Limits
@@ -296,9 +296,15 @@ class Store:
             message = f"no namespace {digest.hex()[:12] or '(empty)'} here; known: {known}"
             self._context.refuse(session, request.id, "KV-206", message, "Run `kvtally stat` to see the namespaces.")
             return
+        if session.resets >= MOST_OF_CLIENT:
+            message = f"this client waits for {session.resets} resets, the most at once"
+            self._context.refuse(session, request.id, "KV-302", message, "Wait for the answers first.")
+            return
+        session.resets += 1
         self.reset(digest, now_ns, partial(self._reset_ended, session, request.id))
 
     def _reset_ended(self, session: Session, request: int, end: ResetEnd) -> None:
+        session.resets -= 1
         if end.code:
             self._context.refuse(session, request, end.code, end.message, end.remedy)
         else:

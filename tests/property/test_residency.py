@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -32,6 +34,8 @@ class Machine(RuleBasedStateMachine):
         self.pinned: list[Node] = []
         self.open: list[tuple[Node, int, tuple[Piece, ...], int]] = []
         self.resident: dict[tuple[bytes, int], set[int]] = {}  # (chain, bit) -> tiers
+        self.facts: dict[tuple[bytes, int], tuple[int, int]] = {}  # (chain, bit) -> length, checksum
+        self.commits = 0
 
     def node(self, path: list[int]) -> Node:
         parent, start = ROOT_CHAIN, 0
@@ -88,7 +92,9 @@ class Machine(RuleBasedStateMachine):
     def end(self, commit: bool, data: st.DataObject) -> None:
         node, bit, pieces, length = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
         if commit:
-            self.residency.publish(node, bit, pieces, length, 5)
+            self.commits += 1
+            self.residency.publish(node, bit, pieces, length, self.commits)
+            self.facts[node.chain, bit] = length, self.commits
             self.resident.setdefault((node.chain, bit), set()).add(ARENA)
             self.residency.touch_up([node])
             assert self.residency.pieces(node, bit) == pieces
@@ -101,7 +107,7 @@ class Machine(RuleBasedStateMachine):
     def write_down(self, path: list[int], bit: int) -> None:
         node = self.node(path)
         if ARENA in self.resident.get((node.chain, bit), ()):
-            self.residency.add(node, bit, DISK, self.residency.length_bytes(node, bit), 5)
+            self.residency.add(node, bit, DISK, *self.facts[node.chain, bit])
             self.resident[node.chain, bit].add(DISK)
         self.residency.settle(node)
 
@@ -138,6 +144,8 @@ class Machine(RuleBasedStateMachine):
             for tier in (ARENA, DISK):
                 for bit in each_bit(self.residency.tier_mask(node, tier)):
                     seen.setdefault((node.chain, bit), set()).add(tier)
+                    fact = self.residency.length_bytes(node, bit), self.residency.checksum(node, bit)
+                    assert fact == self.facts[node.chain, bit]
         assert seen == {key: tiers for key, tiers in self.resident.items() if tiers}
         owned = self.residency.owned_pieces() + [piece for _, _, pieces, _ in self.open for piece in pieces]
         used = sum(-(-piece.length // GRANULE_BYTES) * GRANULE_BYTES for piece in owned)
@@ -169,3 +177,22 @@ def test_least_recently_used_tail_goes_first() -> None:
     while keys := residency.evict(ARENA):
         order += [place for key in keys for place, node in nodes.items() if node.chain == key.chain]
     assert order == [("a", 2), ("b", 2), ("b", 1), ("b", 0), ("c", 2), ("c", 1), ("c", 0), ("a", 1), ("a", 0)]
+
+
+def test_a_boundary_takes_memory_for_the_objects_it_has_not_for_all_it_could_have() -> None:
+    groups = tuple(GroupSpec(kind=GroupKind.FULL, block_tokens=4, page_bytes=((100,),)) for _ in range(64))
+    wide = Namespace(model="w", groups=groups, chunk_tokens=CHUNK, alignment_tokens=4, tensor_parallel=256)
+    residency = Residency(64 * GRANULE_BYTES, lower_tiers=1)
+    family = residency.register(wide)
+    assert family.width == 64 * 256
+    node = residency.ensure(family, b"c" * 32, ROOT_CHAIN, 0, CHUNK)
+    places = {}
+    for bit in (9_000, 16_383, 0, 8_999, 1):
+        pieces = residency.allocate(10 + bit)
+        assert pieces is not None
+        residency.commit(node, bit, pieces, 10 + bit, bit)
+        places[bit] = pieces
+    assert {bit: residency.pieces(node, bit) for bit in places} == places
+    assert all((residency.length_bytes(node, bit), residency.checksum(node, bit)) == (10 + bit, bit) for bit in places)
+    assert sum(map(sys.getsizeof, (node.cells, node.held, node.known, node.pending))) < 8_192
+    residency.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 
 import pytest
@@ -278,3 +279,37 @@ def test_nothing_comes_back_and_nothing_is_lost(seed: int, monkeypatch: pytest.M
         world.act()
     world.check_quiet()
     world.check_last_reset()
+
+
+def test_a_burst_of_resets_is_bounded() -> None:
+    """For each client, and for all of them. Nothing of what was refused is kept, and all of it is over in the end."""
+    node = Node(tiers=(DISK,))
+    on_disk(node, *MANY)
+    others = [node.join() for _ in range(resets.MOST_RESETS // resets.MOST_OF_CLIENT)]
+    for session in others:
+        for number in range(resets.MOST_OF_CLIENT):
+            node.store.handle(session, Reset(number), node.now_ns)
+        node.store.handle(session, Reset(99), node.now_ns)
+    told = [message for _, message in node.store.take_outbox()]
+    assert [(message.id, message.code) for message in told if isinstance(message, Refused)] == [(99, "KV-302")] * len(
+        others
+    )
+    assert len(told) == len(others)
+    refused = node.ask(Reset(8))
+    assert isinstance(refused, Refused)
+    assert (refused.code, "under way" in refused.message) == ("KV-302", True)
+    assert len(node.store._resets._under_way) == resets.MOST_RESETS
+    node.jobs += node.store.take_jobs()
+    node.finish()
+    told = [message for _, message in node.store.take_outbox()]
+    assert Counter(map(type, told)) == {ResetDone: resets.MOST_RESETS}
+    assert not node.store._resets._under_way
+    assert node.ask(Reset(9)) is not None
+
+
+@pytest.mark.parametrize("tiers", [(), (DISK,)])
+def test_resets_of_nothing_leave_nothing_behind(tiers: tuple[TierInfo, ...]) -> None:
+    node = Node(tiers=tiers)
+    for number in range(1000):
+        assert node.ask(Reset(number)) == ResetDone(number, 0)
+    assert (len(node.store._resets._sweeping), len(node.store._residency.forgotten)) == (0, 0)
