@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 import kvtally
-from kvtally.cli import inspect, route, settings, store, up, verify
+from kvtally.cli import doctor, inspect, route, settings, store, up, verify
 from kvtally.cli.terminal import columns, wrapped
 from kvtally.errors import Disposition, KVTallyError
 
@@ -129,6 +129,7 @@ app.command(epilog="Example: kvtally up examples/pd.yaml · to run the parts you
     up.up
 )
 app.command(epilog="Example: kvtally verify http://127.0.0.1:8080")(verify.verify)
+app.command(epilog="Example: kvtally doctor prefill.sh decode.sh · kvtally doctor modelbooster.yaml")(doctor.doctor)
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 config_app.command("show", epilog="Example: KVTALLY_STORE__MEMORY=8GiB kvtally config show")(settings.show)

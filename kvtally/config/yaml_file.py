@@ -1,6 +1,6 @@
 """Files that people write: text, and YAML with what it leaves open decided. Used by `config` and `up.file`.
 
-The only user of PyYAML. Whatever is wrong with a file is a `ConfigError` that names it and, where it can, the line.
+Whatever is wrong with a file is a `ConfigError` that names it and, where it can, the line.
 """
 
 from __future__ import annotations

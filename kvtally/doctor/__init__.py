@@ -1,0 +1,8 @@
+"""`kvtally doctor`: what would keep KV reuse from happening in somebody's deployment, or make it wrong.
+
+    files ─▶ tree (text, with line numbers) ─▶ readers ─▶ model: Deployment ─▶ rules ─▶ findings
+                                       shell (command lines) ─┘        facts ─┘
+
+`examine` opens the files; everything else is pure. Readers know what each kind of file means and judge nothing; rules
+judge and know no file format. `cli.doctor` is the command. Nothing here imports vLLM or the router.
+"""
