@@ -124,10 +124,34 @@ def test_what_an_example_writes_beside_itself_is_nobodys_source() -> None:
             assert f"/examples/{disk}/" in ignored
 
 
-def test_readme_is_short_and_has_a_place_for_figures() -> None:
-    text = text_of("README.md")
-    assert len(text.splitlines()) <= 220
-    assert text.index("<!-- bench:store -->") < text.index("<!-- /bench:store -->")
+def test_readme_fits_two_screens() -> None:
+    assert len(text_of("README.md").split()) <= 900
+
+
+def test_every_question_that_was_measured_has_its_command_and_its_figures() -> None:
+    text = text_of("docs/benchmarks.md")
+    for name in ("store", "verify", "prefetch", "route"):
+        assert text.index(f"<!-- bench:{name} -->") < text.index(f"<!-- /bench:{name} -->")
+    questions = [part for part in text.split("\n## ")[1:] if part.splitlines()[0].endswith("?")]
+    assert len(questions) >= 10
+    for question in questions:
+        assert "\n|---|" in question, question.splitlines()[0]
+        assert re.search(r"`(make|kvtally (bench|up|verify)|tests/)", question), question.splitlines()[0]
+
+
+def test_readmes_figures_are_those_of_the_benchmarks() -> None:
+    """A figure that is measured anew is changed in both, or in neither."""
+    figures = text_of("README.md").split("## Five figures")[1].split("\n## ")[0]
+    measured = text_of("docs/benchmarks.md")
+    assert len(re.findall(r"^\| (?!question)", figures, re.MULTILINE)) == 5
+    told = dict(
+        line.split(" = ")
+        for line in (
+            *("53.9 = 53.9", "52.9 = 52.9", "1,114 ms = 1,114.3", "97 ms = 97.0", "88 ms = 88.3", "221 ms = 220.9"),
+            *("38 ms = 37.9", "47 ms = 46.8", "1.7 % = 1.017 ×", "4.1 % = 1.041 ×", "0.36 ms = added: 0.36"),
+        )
+    )
+    assert [here for here, there in told.items() if here not in figures or there not in measured] == []
 
 
 @pytest.mark.parametrize("path", DECISIONS, ids=name_of)
