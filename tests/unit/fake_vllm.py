@@ -65,13 +65,16 @@ class FakeVLLM:
         self.words = [f" w{number}" for number in range(WORDS)]
         self.handoff: Callable[[Seen, dict[str, Any]], dict[str, Any] | None] = lambda _, answer: answer
         self.half: Callable[[Seen, Half], Half | None] = lambda _, half: half
-        self.half_delay_s = 0.0
+        self.files = asyncio.Event()  # halves are filed once this is set; answers do not wait for it
+        self.files.set()
+        self.filed = asyncio.Event()  # one has been
         self.extra: dict[str, web.Response] = {}  # by path
         self._store_name = store_name
         self._held: set[tuple[str, str]] = set()  # salt and prompt
         self._client = StoreClient(store, name="fake vLLM") if store else None
         # The only thread that uses the client. What its request has given up goes on there: it must end before `close`.
         self._filing = ThreadPoolExecutor(1)
+        self._later: set[asyncio.Future[None]] = set()
         self._runner: web.AppRunner | None = None
 
     @property
@@ -99,6 +102,7 @@ class FakeVLLM:
     async def __aexit__(self, *exception: object) -> None:
         assert self._runner is not None
         self.pause.set()
+        self.files.set()
         await self._runner.cleanup()
         client, self._client = self._client, None  # what comes late is not filed
         await asyncio.to_thread(self._filing.shutdown)
@@ -228,19 +232,21 @@ class FakeVLLM:
         )
         if half is None:
             return
-        if self.half_delay_s:
-            asyncio.get_running_loop().call_later(
-                self.half_delay_s, lambda: asyncio.ensure_future(self._send(own["ticket"], half))
-            )
+        sending = asyncio.ensure_future(self._send(own["ticket"], half))
+        if self.files.is_set():
+            await sending
         else:
-            await self._send(own["ticket"], half)
+            self._later.add(sending)
+            sending.add_done_callback(self._later.discard)
 
     async def _send(self, ticket: str, half: Half) -> None:
+        await self.files.wait()
         client = self._client
         if client is not None:
             loop = asyncio.get_running_loop()
             # A Miss costs the receipt only.
             await loop.run_in_executor(self._filing, lambda: client.file_receipt(ticket, half).wait())
+            self.filed.set()
 
 
 def nixl_answer(seen: Seen, prompt_tokens: int, mode: str = "pull") -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import uvloop
 from yarl import URL
 
@@ -20,8 +21,9 @@ from kvtally.config.instances import Instance
 from kvtally.router.app import Router, running
 from tests.unit.fake_vllm import FakeVLLM
 from tests.unit.shell import Bench
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, comes_about
 
+LONGEST_WAIT_MS = 60_000
 LONG = "a long prompt that is worth moving, " * 20
 PATH = "/v1/completions"
 
@@ -74,17 +76,22 @@ class Kit:
 
     async def lines(self, count: int) -> list[dict[str, Any]]:
         """The request log, once it has so many lines."""
-        async with asyncio.timeout(HANG_S):
-            while len(lines := self.log.read_text().splitlines()) < count:  # noqa: ASYNC110 - a thread writes them
-                await asyncio.sleep(0.01)
-        return [json.loads(line) for line in lines]
+        await comes_about(lambda: len(self.log.read_text().splitlines()) >= count)  # a thread writes them
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+    def wait_for_receipts(self, wait_ms: int) -> None:
+        """From now on the router waits so long for a receipt."""
+        proxy = self.router._proxy
+        proxy._config = msgspec.structs.replace(proxy._config, receipt_wait_ms=wait_ms)
 
 
 @contextlib.asynccontextmanager
 async def kit(
-    tmp_path: Path, *, prefill: int = 1, decode: int = 1, store: str = "", **settings: Any
+    tmp_path: Path, *, prefill: int = 1, decode: int = 1, store: str = "", stop_s: float = 0.2, **settings: Any
 ) -> AsyncIterator[Kit]:
-    """A router with so many fake engines. With `store`, engines file receipts there, and the router reads them."""
+    """A router with so many fake engines. With `store`, engines file receipts there, and the router reads them; unless
+    a test says otherwise, it waits for them as long as tests wait for anything."""
+    settings.setdefault("receipt_wait_ms", LONGEST_WAIT_MS)
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(count: int) -> list[FakeVLLM]:
@@ -104,7 +111,7 @@ async def kit(
         log = tmp_path / "requests.log"
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         stack.callback(os.close, descriptor)
-        router = await stack.enter_async_context(running(config, log_descriptor=descriptor, stop_s=0.2))
+        router = await stack.enter_async_context(running(config, log_descriptor=descriptor, stop_s=stop_s))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         made = Kit(router, session, prefills, decodes, log, config)
         if store:

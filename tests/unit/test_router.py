@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtally.core.receipts import Half
 from kvtally.router.metrics import METRICS
 from tests.unit.fake_vllm import FakeVLLM, Seen, event, nixl_answer
-from tests.unit.router_kit import LONG, Kit, Reply, a_store, kit, run, until
+from tests.unit.router_kit import LONG, LONGEST_WAIT_MS, Kit, Reply, a_store, kit, run, until
 from tests.unit.shell import TOKEN
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, HOUR_S
 
 WORDS = b"".join(event({"choices": [{"index": 0, "text": f" w{number}"}]}) for number in range(4))
 STREAM = WORDS + b"data: [DONE]\n\n"
@@ -310,7 +310,7 @@ class TestVerdicts:
 
     def test_no_store_is_missing_and_costs_no_time(self, tmp_path: Path) -> None:
         async def test() -> None:
-            async with kit(tmp_path, receipt_wait_ms=60_000) as it:
+            async with kit(tmp_path) as it:
                 reply = await it.ask()
                 assert (reply.status, reply.verdict) == (200, "missing")
                 assert reply.headers["x-kvtally-reason"] == "store_unreachable"
@@ -319,13 +319,15 @@ class TestVerdicts:
 
     def test_nobody_waits_for_ever_for_receipts_that_never_come(self, tmp_path: Path, store: str) -> None:
         async def test() -> None:
-            async with kit(tmp_path, store=store, prefill=0, receipt_wait_ms=150) as it:
+            async with kit(tmp_path, store=store, prefill=0, receipt_wait_ms=50) as it:
                 it.decode[0].half = lambda _, half: None
-                for number in range(5):
+                for number in range(3):
                     assert (await it.ask(f"{number}")).verdict == "missing"
-                lines = await it.lines(5)
                 # The loop's clock has milliseconds: its timers may be up to one early.
-                assert [line["first_byte_ms"] >= 149 for line in lines] == [True, True, True, False, False]
+                assert [line["first_byte_ms"] >= 49 for line in await it.lines(3)] == [True] * 3
+                it.wait_for_receipts(int(HOUR_S * 1e3))
+                for number in range(2):
+                    assert (await it.ask(f"{number}, for which it does not wait")).verdict == "missing"
                 it.decode[0].half = lambda _, half: half
                 await it.ask("noticed, perhaps a little late")
                 assert (await it.ask("and waited for from now on")).verdict == "recomputed:absent"
@@ -334,23 +336,32 @@ class TestVerdicts:
 
     def test_a_half_that_comes_a_little_late_is_waited_for(self, tmp_path: Path, store: str) -> None:
         async def test() -> None:
-            async with kit(tmp_path, store=store, receipt_wait_ms=5_000) as it:
-                it.decode[0].half_delay_s = 0.1
-                assert (await it.ask(stream=True)).verdict == "proved"
+            async with kit(tmp_path, store=store) as it:
+                it.decode[0].files.clear()
+                asked = asyncio.ensure_future(it.ask(stream=True))
+                async with asyncio.timeout(HANG_S):
+                    await it.decode[0].arrived.wait()
+                await asyncio.sleep(0.1)  # as if it were late
+                it.decode[0].files.set()
+                assert (await asked).verdict == "proved"
 
         run(test)
 
     def test_a_half_that_comes_too_late_is_in_the_receipt(self, tmp_path: Path, store: str) -> None:
         async def test() -> None:
             async with kit(tmp_path, store=store, receipt_wait_ms=20) as it:
-                it.decode[0].half_delay_s = 0.1
+                it.decode[0].files.clear()
                 it.decode[0].pauses_after = 1
                 it.decode[0].pause.clear()
-                asked = asyncio.ensure_future(it.ask(stream=True))
-                await asyncio.sleep(0.3)  # the half is filed meanwhile
-                it.decode[0].pause.set()
-                reply = await asked
-                assert reply.verdict == "missing"
+                body = {"prompt": LONG, "stream": True}
+                async with it.session.post(f"{it.url}/v1/completions", json=body) as response:
+                    assert response.headers["x-kvtally-verdict"] == "missing"
+                    it.wait_for_receipts(LONGEST_WAIT_MS)
+                    it.decode[0].files.set()
+                    async with asyncio.timeout(HANG_S):
+                        await it.decode[0].filed.wait()
+                    it.decode[0].pause.set()
+                    await response.read()
                 (line,) = await it.lines(1)
                 assert (line["verdict"], line["reason"]) == ("proved", "late")
 
@@ -396,10 +407,11 @@ class TestStrict:
 
     def test_a_missing_half_is_refused_and_a_failed_prefill_too(self, tmp_path: Path, store: str) -> None:
         async def test() -> None:
-            async with kit(tmp_path, store=store, strict=True, receipt_wait_ms=200) as it:
+            async with kit(tmp_path, store=store, strict=True) as it:
                 it.prefill[0].statuses = [500]
                 reply = await it.ask("one " + LONG)
                 assert (reply.status, reply.verdict) == (502, "recomputed:prefill_status_500")
+                it.wait_for_receipts(20)
                 it.decode[0].half = lambda _, half: None
                 assert (await it.ask("two " + LONG)).status == 502
 
@@ -1063,14 +1075,14 @@ class TestServer:
     def test_streams_under_way_may_end_when_the_router_stops(self, tmp_path: Path, store: str) -> None:
         async def test() -> None:
             async with contextlib.AsyncExitStack() as stack:
-                it = await stack.enter_async_context(kit(tmp_path, store=store))
+                it = await stack.enter_async_context(kit(tmp_path, store=store, stop_s=HANG_S))
                 it.decode[0].pauses_after = 1
                 it.decode[0].pause.clear()
                 body = {"prompt": LONG, "stream": True}
                 async with aiohttp.ClientSession() as session:
                     response = await session.post(f"{it.url}/v1/completions", json=body)
                     stopping = asyncio.ensure_future(stack.aclose())
-                    await asyncio.sleep(0.05)
+                    await until(lambda: _listens_no_more(it))
                     it.decode[0].pause.set()
                     assert await response.read() == STREAM
                     await stopping
@@ -1116,6 +1128,15 @@ async def _exchange(it: Kit, head: str | bytes, body: bytes = b"") -> bytes:
         reply = await reader.read()
     writer.close()
     return reply
+
+
+async def _listens_no_more(it: Kit) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", it.router.port)
+    except ConnectionRefusedError:
+        return True
+    writer.close()
+    return False
 
 
 async def _is_idle(it: Kit) -> bool:

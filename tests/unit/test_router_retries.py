@@ -22,6 +22,7 @@ from kvtally.router.pool import Member, check
 from kvtally.router.stores import StoreReader
 from tests.unit.fake_vllm import Seen
 from tests.unit.router_kit import LONG, Kit, a_store, kit, run
+from tests.waiting import HANG_S
 
 
 @pytest.fixture
@@ -259,8 +260,12 @@ class TestStrict:
 
         async def test() -> None:
             async with kit(tmp_path, store=store, strict=True) as it:
-                it.decode[0].half_delay_s = 0.1
-                assert (await it.ask()).verdict == "proved"
+                it.decode[0].files.clear()
+                asked = asyncio.ensure_future(it.ask())
+                async with asyncio.timeout(HANG_S):
+                    await it.decode[0].arrived.wait()
+                it.decode[0].files.set()
+                assert (await asked).verdict == "proved"
 
         run(test)
 
@@ -327,7 +332,7 @@ class TestRequests:
         monkeypatch.setattr(StoreReader, "ask", lambda *_: asyncio.get_running_loop().create_future())
 
         async def test() -> None:
-            async with kit(tmp_path, store=store, prefill=0, receipt_wait_ms=60_000) as it:
+            async with kit(tmp_path, store=store, prefill=0) as it:
                 assert (await it.ask(stream=True)).body.endswith(b"data: [DONE]\n\n")
                 await it.session.close()
                 (line,) = await it.lines(1)
@@ -379,7 +384,7 @@ def test_every_address_of_a_store_is_tried(tmp_path: Path, store: str) -> None:
         nowhere = endpoint(str(tmp_path / "nobody.sock"))
         reader = StoreReader(Endpoint(address="two", targets=(*nowhere.targets, *there.targets)))
         task = asyncio.create_task(reader.run())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             await reader.tried.wait()
         assert reader.problem == ""
         task.cancel()
