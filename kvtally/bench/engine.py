@@ -29,6 +29,7 @@ import msgspec
 from kvtally.errors import ConfigError, TransportError
 from kvtally.machine import own_environment
 from kvtally.processes import Worker, serve
+from kvtally.testing.engines import margin
 from kvtally.testing.models import GDN, tiny_models
 
 START_S = 900.0  # a large model's weights take their time
@@ -126,11 +127,13 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """`seconds` until the engine returned; with one token to answer, this is the time to the first token."""
+    """`seconds` until the engine returned; with one token to answer, this is the time to the first token. `margins`: by
+    how much each token's logprob leads the runner-up's."""
 
     seconds: float = 0.0
     tokens: list[int] = []
     logprobs: list[float] = []
+    margins: list[float] = []
     cached_tokens: int = 0
 
 
@@ -420,9 +423,13 @@ def gaps_after(times_s: Sequence[float], arrived_s: float, count: int) -> list[f
 
 def _answer(output: Any, seconds: float) -> Answer:
     completion = output.outputs[0]
-    tokens, tops = list(completion.token_ids), completion.logprobs
-    logprobs = [] if tops is None else [top[token].logprob for token, top in zip(tokens, tops, strict=True)]
-    return Answer(seconds=seconds, tokens=tokens, logprobs=logprobs, cached_tokens=output.num_cached_tokens or 0)
+    tokens, cached_tokens = list(completion.token_ids), output.num_cached_tokens or 0
+    if completion.logprobs is None:
+        return Answer(seconds=seconds, tokens=tokens, cached_tokens=cached_tokens)
+    tops = [{token: entry.logprob for token, entry in top.items()} for top in completion.logprobs]
+    logprobs = [top[token] for token, top in zip(tokens, tops, strict=True)]
+    margins = [margin(top.values()) for top in tops]
+    return Answer(seconds=seconds, tokens=tokens, logprobs=logprobs, margins=margins, cached_tokens=cached_tokens)
 
 
 def _connector_cpu_s() -> float:

@@ -33,7 +33,7 @@ from kvtally.bench.command import json_option, measure
 from kvtally.bench.daemon import Daemon, Ledger, drop_pages
 from kvtally.bench.engine import Answer, Burst, Bursted, EngineProcess, Served
 from kvtally.bench.prefetch_report import Figures, Speed, Times, judge, page, same_queue_ratio, times
-from kvtally.bench.repeat_report import Outputs, are_equal
+from kvtally.bench.repeat_report import Outputs, agreement
 from kvtally.config.units import human_size
 from kvtally.errors import ConfigError
 from kvtally.wire.limits import MIB
@@ -268,7 +268,7 @@ class Experiment:
         if figures.single:
             slow, computed = figures.single["slow disk"], figures.single["no_store"]
             figures.slow_tier_over_no_store = slow.p50_s / computed.p50_s
-        figures.outputs_equal = not self._outputs or are_equal(list(self._outputs.values()))
+        figures.outputs_equal = not self._outputs or agreement(list(self._outputs.values())).is_equal
         figures.targets = judge(figures)
 
     def _check_room(self) -> None:

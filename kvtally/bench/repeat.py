@@ -25,7 +25,7 @@ from pathlib import Path
 from kvtally.bench.command import Meter, json_option, measure, size_of
 from kvtally.bench.daemon import Daemon, Ledger, drop_pages
 from kvtally.bench.engine import Answer, Ask, EngineProcess, Ready, Served
-from kvtally.bench.repeat_report import Figures, Outputs, are_equal, difference, judge, own_difference, page, view
+from kvtally.bench.repeat_report import Figures, Outputs, agreement, judge, page, view
 from kvtally.bench.report import median
 from kvtally.config.sizes import available_memory_bytes
 from kvtally.core.receipts import Half
@@ -168,7 +168,7 @@ class Experiment:
         return answer
 
     def _figures(self, ready: Ready) -> Figures:
-        outputs = [*self._first_tokens.values(), *self._outputs.values()]
+        found = agreement([*self._first_tokens.values(), *self._outputs.values()])
         arena = view(self._halves["repeat_arena"])
         figures = Figures(
             engine=ready.engine,
@@ -179,9 +179,9 @@ class Experiment:
             prompt_tokens=self._served.prompt_tokens,
             reused_tokens=arena.tokens_host + arena.tokens_disk + arena.tokens_gpu,
             gpu_hit_tokens=min(self._hit_tokens),
-            outputs_equal=are_equal(outputs),
-            logprob_difference=max(map(difference, outputs)),
-            logprob_difference_own=max(map(own_difference, outputs)),
+            outputs_equal=found.is_equal,
+            logprob_difference=found.difference,
+            logprob_difference_own=found.own_difference,
             saved_bytes=self._saved_bytes // self._fills,
             receipts={"arena": arena, "disk": view(self._halves["repeat_disk"])},
             samples=dict(self._seconds),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
 
 import msgspec
 from rich.console import RenderableType
@@ -13,9 +15,8 @@ from kvtally.bench import report
 from kvtally.bench.engine import Answer
 from kvtally.bench.report import Row, Target, joined, median, rows_table
 from kvtally.config.units import human_size
+from kvtally.core.answers import TOLERANCE, Comparison, compare
 from kvtally.core.receipts import Half
-
-LOGPROB_TOLERANCE = 1e-3
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,28 +86,31 @@ def view(halves: Sequence[Half]) -> View:
     )
 
 
-def _apart(one: Answer, other: Answer) -> float:
-    return max((abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True)), default=0.0)
+class Agreement(NamedTuple):
+    """Whether restored answers are equal to references, and by how much logprobs differ: theirs from the nearest
+    reference, and those of references from one another."""
+
+    is_equal: bool
+    difference: float
+    own_difference: float
 
 
-def difference(outputs: Outputs) -> float:
-    """How far the restored answers' logprobs are from the nearest reference."""
-    return max(min(_apart(answer, reference) for reference in outputs.references) for answer in outputs.restored)
-
-
-def own_difference(outputs: Outputs) -> float:
-    """How far the engine is from itself: computed at once, or continued from its own prefix cache."""
-    return max(_apart(outputs.references[0], reference) for reference in outputs.references)
-
-
-def are_equal(outputs: Sequence[Outputs]) -> bool:
-    """Every restored answer has the tokens of a reference, and logprobs no further off than the engine is by itself."""
-    tolerance = max(LOGPROB_TOLERANCE, *map(own_difference, outputs))
-    return all(
-        any(answer.tokens == reference.tokens for reference in each.references) and difference(each) <= tolerance
+def agreement(outputs: Sequence[Outputs]) -> Agreement:
+    """A restored answer must be equal to one of its references. Logprobs may differ by as much as they do where the
+    engine continues from its own prefix cache, instead of computing the prompt at once."""
+    own = [compare(each.references[0], other, inf).deviation for each in outputs for other in each.references]
+    allowed = max(TOLERANCE, *own)
+    nearest = [
+        min((compare(reference, answer, allowed) for reference in each.references), key=_distance)
         for each in outputs
         for answer in each.restored
-    )
+    ]
+    is_equal = not any(comparison.problem for comparison in nearest)
+    return Agreement(is_equal, max(comparison.deviation for comparison in nearest), max(own))
+
+
+def _distance(comparison: Comparison) -> tuple[bool, float]:
+    return bool(comparison.problem), comparison.deviation
 
 
 def rows(figures: Figures) -> list[Row]:

@@ -15,29 +15,35 @@ from rich.console import Console
 
 from kvtally.bench.engine import Answer
 from kvtally.bench.repeat import main
-from kvtally.bench.repeat_report import Figures, Outputs, View, are_equal, difference, judge, page, view
+from kvtally.bench.repeat_report import Figures, Outputs, View, agreement, judge, page, view
 from kvtally.core.receipts import Half, Role
 from kvtally.errors import ConfigError
 
 RUN_S = 600.0
 
 
-def answer(*tokens: int, logprob: float = -1.0) -> Answer:
-    return Answer(tokens=list(tokens), logprobs=[logprob] * len(tokens))
+def answer(*tokens: int, logprob: float = -1.0, margin: float = 1.0) -> Answer:
+    return Answer(tokens=list(tokens), logprobs=[logprob] * len(tokens), margins=[margin] * len(tokens))
 
 
 def test_an_answer_is_equal_to_what_was_computed_or_to_the_own_hit() -> None:
     references = [answer(1, 2), answer(1, 3)]
-    assert are_equal([Outputs(references, [answer(1, 2), answer(1, 3)])])
-    assert not are_equal([Outputs(references, [answer(1, 2), answer(1, 4)])])
-    assert not are_equal([Outputs(references, [answer(1, 2)]), Outputs([answer(5)], [answer(6)])])
+    assert agreement([Outputs(references, [answer(1, 2), answer(1, 3)])]).is_equal
+    assert not agreement([Outputs(references, [answer(1, 2), answer(1, 4)])]).is_equal
+    assert not agreement([Outputs(references, [answer(1, 2)]), Outputs([answer(5)], [answer(6)])]).is_equal
+
+
+def test_of_two_tokens_that_are_equally_likely_either_is_right() -> None:
+    assert agreement([Outputs([answer(1, 2, margin=1e-3)], [answer(1, 4)])]).is_equal
 
 
 def test_logprobs_may_be_as_far_off_as_the_engine_is_by_itself() -> None:
     restored = [answer(1, logprob=-1.01)]
-    assert not are_equal([Outputs([answer(1)], restored)])
-    assert are_equal([Outputs([answer(1), answer(1, logprob=-1.02)], restored)])
-    assert difference(Outputs([answer(1), answer(1, logprob=-1.02)], restored)) == pytest.approx(0.01)
+    assert not agreement([Outputs([answer(1)], restored)]).is_equal
+    found = agreement([Outputs([answer(1), answer(1, logprob=-1.02)], restored)])
+    assert found.is_equal
+    assert found.difference == pytest.approx(0.01)
+    assert found.own_difference == pytest.approx(0.02)
 
 
 def test_receipts_are_seen_by_their_medians() -> None:
