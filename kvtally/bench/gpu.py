@@ -37,7 +37,7 @@ PARTS = ("limits", "copies", "repeat", "busy")
 BUSY_SHAPES = ("dense-8b",)
 PROBE_S = 120.0
 COPIES_S = 240.0
-HOST_SHARE = 0.75  # of its memory, for connectors; engines need some too
+HOST_SHARE = 0.75  # of the memory, for connectors; engines need some too
 MACHINE_REMEDY = "Run it on a machine with an NVIDIA GPU, in the Python that has vLLM with CUDA."
 SHAPES_REMEDY = "Leave out --shape, or add --part repeat."
 

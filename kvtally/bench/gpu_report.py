@@ -20,7 +20,7 @@ from kvtally.config.units import human_size
 
 GBPS_TARGET = 50.0
 LIMIT_TARGET = 0.9
-BOTH_TARGET = 0.8  # our own: where one direction waits for the other, it is 0.5
+BOTH_TARGET = 0.8  # our own target; if one direction waited for the other, it would be 0.5
 VERIFY_TARGET = 0.02
 OFFLOAD_TARGET = 1.0
 GPU_HIT_TARGET = 1.1
@@ -89,12 +89,12 @@ class Arm(msgspec.Struct, kw_only=True):
     gpu_hit_s: float = 0.0  # the same prompt once more
     best_repeat_s: float = 0.0  # the quietest sample
     best_gpu_hit_s: float = 0.0
-    added_s: float | None = None  # by a repeat to the hit that followed it: whatever slows both cancels out
+    added_s: float | None = None  # a repeat minus the hit that followed it: what slows both cancels out
     cold_cached_tokens: int = 0
     repeat_cached_tokens: int = 0
     gpu_hit_cached_tokens: int = 0
     saved_bytes: int = 0  # of all fills and warm-up, by the store's count
-    first_tokens: dict[str, list[int]] = {}  # by prompt: of each time it was asked
+    first_tokens: dict[str, list[int]] = {}  # by prompt, one for each time it was asked
     samples: dict[str, list[float]] = {}  # of cold, repeat, gpu_hit
     cached_tokens: dict[str, list[int]] = {}
     receipts: dict[str, View] = {}
@@ -139,7 +139,7 @@ class BusyArm(msgspec.Struct, kw_only=True):
     itl: dict[str, Latency] = {}  # between tokens of running decodes, from the arrival on
     itl_rounds_ms: dict[str, list[float]] = {}  # the mean of each round
     ttft: dict[str, Latency] = {}  # of the requests that arrive
-    cached_tokens: dict[str, int] = {}  # of a request, median
+    cached_tokens: dict[str, int] = {}  # of the request that had the fewest
 
 
 class Busy(ByEngine[BusyArm], kw_only=True):
@@ -248,14 +248,15 @@ def busy_ratios(busy: Busy) -> dict[str, float]:
                 ratios[f"{engine}_itl_p99_over_{against}"] = itl["repeats"].p99_ms / itl[against].p99_ms
         if arm.itl_rounds_ms.get("repeats") and arm.itl_rounds_ms.get("own"):  # the quietest round of each
             ratios[f"{engine}_itl_best_over_own"] = min(arm.itl_rounds_ms["repeats"]) / min(arm.itl_rounds_ms["own"])
-        if "bus" in itl and "own" in itl:  # no load can cost less while it uses the bus
+        if "bus" in itl and "own" in itl:  # the least that any load can cost
             ratios[f"{engine}_bus_itl_over_own"] = itl["bus"].mean_ms / itl["own"].mean_ms
             ratios[f"{engine}_bus_itl_median_over_own"] = itl["bus"].median_ms / itl["own"].median_ms
         if "repeats" in ttft and "own" in ttft:
             ratios[f"{engine}_ttft_over_own"] = ttft["repeats"].mean_ms / ttft["own"].mean_ms
     ours, peer, none = busy.kvtally, busy.offload, busy.none
     if ours is not None and none is not None and "repeats" in ours.itl and "own" in none.itl:
-        # vLLM's own hit ends at a block, ours goes on with a tail from the store: here is one without such a load.
+        # With kvtally, even a hit in the GPU's own cache loads a tail from the store. This one compares with no load at
+        # all.
         ratios["kvtally_itl_over_none_own"] = ours.itl["repeats"].mean_ms / none.itl["own"].mean_ms
     if ours is not None and peer is not None and "repeats" in ours.ttft and "repeats" in peer.ttft:
         ratios["ttft_over_offload"] = ours.ttft["repeats"].mean_ms / peer.ttft["repeats"].mean_ms

@@ -18,9 +18,9 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",  # vLLM's CUDA graphs that need no compiler; nothing changes without graphs
+    "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",  # the kind of CUDA graphs that needs no compiler
 }
-GRAPH_TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]  # steps with more of them run as without graphs
+GRAPH_TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]  # longer steps run without graphs
 BRIEFS = 2
 TOKEN_IDS = (10, 31_000)
 GIB = 1 << 30
@@ -77,7 +77,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes: int
     gpu_bytes: int
     reads_disk: bool  # by default, after a restart
-    more_cold: int = 0  # prompts that are asked for only once: what saving costs is little beside how times vary
+    more_cold: int = 0  # more prompts that are asked for once: saving costs little, and times vary more than that
     busy_requests: int = 16
     busy_prompt_tokens: int = 3_000
     token_bytes: int  # of KV, all layers of attention together
@@ -108,7 +108,8 @@ SHAPES = {
         config=_COMMON | _DENSE_8B,
         arguments={
             "block_size": 16,
-            "kv_cache_memory_bytes": 12 * GIB,  # what arrives at once must fit, or it could not hit the GPU's own cache
+            "kv_cache_memory_bytes": 12
+            * GIB,  # what arrives at once must fit, or it could not hit in the GPU's own cache
         },
         prompt_tokens=8_000,
         fills=10,

@@ -20,14 +20,14 @@ RECOMPUTE_TARGET = 1.05
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds to the first token, of all requests of an arm."""
+    """Seconds to the first token, for all requests of an arm."""
 
     mean_s: float = 0.0
     p50_s: float = 0.0
     p99_s: float = 0.0
-    queue_s: float = 0.0  # of it, on average, the running queue was full
+    queue_s: float = 0.0  # how long the running queue was full, on average
     cpu_s: list[float] = []  # processor time of each burst
-    connector_cpu_s: list[float] = []  # of it, that of kvtally's threads
+    connector_cpu_s: list[float] = []  # the part of it used by kvtally's threads
     samples: list[float] = []
 
     @property
@@ -47,8 +47,8 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(msgspec.Struct, kw_only=True):
-    """Everything that was measured. The `mean_ttft_*` are those of the disk that loads one request while two could be
-    computed."""
+    """Everything that was measured. The `mean_ttft_*` are for the disk that loads one prompt in the time in which two
+    are computed."""
 
     version: str = __version__
     engine: str = ""
@@ -69,10 +69,12 @@ class Figures(msgspec.Struct, kw_only=True):
     mean_ttft_arena_s: float = 0.0
     mean_ttft_no_store_s: float = 0.0
     gain: float = 0.0  # by how much prefetch shortens the mean, behind the same queue
-    gain_as_measured: float = 0.0  # the same of the means above, with the queues that each arm had
+    gain_as_measured: float = 0.0  # the same from the means above, each behind its own queue
     on_over_arena: float = 0.0
-    nothing_added_cpu: float = 0.0  # what kvtally's threads use more with prefetch on, as a share of the engine's all
-    nothing_on_over_off: float = 0.0  # prompts of which the store has nothing; processor time, which neighbours spare
+    nothing_added_cpu: float = (
+        0.0  # how much more kvtally's threads use with prefetch on, as a share of the whole engine's time
+    )
+    nothing_on_over_off: float = 0.0  # processor time, for prompts that the store does not have
     nothing_ttft_on_over_off: float = 0.0
     slow_tier_over_no_store: float = 0.0  # one request at a time, a slow disk, loading weighed against computing
     slow_tier_bytes_s: int = 0
@@ -110,7 +112,7 @@ def times(
 
 
 def rows(figures: Figures) -> list[Row]:
-    """What has a target, in the parts that were measured."""
+    """Everything with a target, in the parts that were measured."""
     found: list[Row] = []
     if figures.speeds:
         found.append(Row(key="gain", value=figures.gain).at_least(GAIN_TARGET, f"{GAIN_TARGET:.0%}"))
@@ -133,7 +135,7 @@ def judge(figures: Figures) -> list[Target]:
 
 
 def _unless_noisy(row: Row, samples: Sequence[float], target: float) -> Row:
-    """Not judged, if samples of one and the same thing vary by more than five times the difference to be seen."""
+    """Do not judge if samples of the same thing vary by more than five times the difference to be seen."""
     spread = (max(samples) - min(samples)) / statistics.median(samples) if samples else 0.0
     return row.judged(row.target, None) if spread > 5 * abs(target - 1) else row
 

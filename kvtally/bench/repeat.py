@@ -34,7 +34,7 @@ from kvtally.wire.limits import MIB
 
 WARM_UP_SEEDS = (1, 2)
 FIRST_SEED = 1_000
-CHECKED_PROMPTS = 3  # of these, more is compared than the first token
+CHECKED_PROMPTS = 3  # of these, more than the first token is compared
 CHECKED_TOKENS = 16
 
 

@@ -68,7 +68,7 @@ class Figures(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class Outputs:
-    """Answers to one prompt. `references` are the engine's without a connector: computed, and with its own hit."""
+    """Answers to one prompt. `references` come from the engine without a connector: computed, and with its own hit."""
 
     references: list[Answer] = field(default_factory=list)
     restored: list[Answer] = field(default_factory=list)

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from rich.console import RenderableType
@@ -74,7 +75,7 @@ class Figures(msgspec.Struct, kw_only=True):
     quick: bool
     cpus: int
     elapsed_s: float = 0.0
-    ttft_ms_p50: dict[str, float] = {}  # by who was asked: the median of the quietest block
+    ttft_ms_p50: dict[str, float] = {}  # by what was asked: the median of the quietest block
     ttft_ms_p50_all: dict[str, float] = {}  # the median of all blocks
     added_ttft_ms_p50: float = 0.0  # the larger of the next two
     added_ttft_plain_ms_p50: float = 0.0  # one leg: the engine computes alone, and files its receipt
@@ -84,7 +85,7 @@ class Figures(msgspec.Struct, kw_only=True):
     rps_passthrough: float = 0.0
     rps_pd: float = 0.0  # two legs for each request
     rps_ratio: float = 0.0
-    rps_ratio_p50: float = 0.0  # the median of windows that followed one another
+    rps_ratio_p50: float = 0.0  # the median of windows next to each other
     cpu_us_per_request: dict[str, float] = {}
     streams_held: int = 0
     streams_asked: int = 0
@@ -96,11 +97,11 @@ class Figures(msgspec.Struct, kw_only=True):
     targets: list[Target] = []
 
 
-class Port:
+class Listening(NamedTuple):
     """A process, and the port it listens on."""
 
-    def __init__(self, process: Process, port: int) -> None:
-        self.process, self.port = process, port
+    process: Process
+    port: int
 
 
 class Bench:
@@ -122,12 +123,12 @@ class Bench:
         log = self._directory / "parts.log"
         return self._stack.enter_context(Worker("kvtally.bench.route_parts", *words, log=log, name=f"the {words[0]}"))
 
-    def _listening(self, *words: str) -> Port:
+    def _listening(self, *words: str) -> Listening:
         """An engine or a pass-through; its first reply is its port."""
         part = self._part(*words)
-        return Port(part, part.receive(int, START_S))
+        return Listening(part, part.receive(int, START_S))
 
-    def _routing(self, name: str, *flags: str) -> Port:
+    def _routing(self, name: str, *flags: str) -> Listening:
         """A router that has found its engines."""
         [port] = free_ports(1)
         salt = str(self._directory / "salt")
@@ -135,7 +136,7 @@ class Bench:
         log = self._directory / f"{name}.log"
         router = self._stack.enter_context(Child([*command, *flags], log, name="a router"))
         router.wait_for(lambda: _has_engines(port), "a router did not start", START_S, every_s=0.05)
-        return Port(router, port)
+        return Listening(router, port)
 
     def _ask(self, task: Task) -> Outcome:
         return self._load.ask(task, Outcome, TASK_S)
@@ -229,7 +230,7 @@ def _verdicts(port: int) -> dict[str, int]:
 
 
 def rows(figures: Figures) -> list[Row]:
-    """What has a target; keys are for people here, and for programs too."""
+    """Everything with a target. Here keys are also the names that people read."""
     grown = figures.memory_bytes_end / figures.memory_bytes_begin if figures.memory_bytes_begin else 0.0
     asked, held = figures.streams_asked, figures.streams_held
     # A router that does not wait for receipts is fast. On a busy machine a few of them may come late.

@@ -69,7 +69,7 @@ _IDS = list(range(PROMPT_TOKENS))
 
 
 class _Store(asyncio.Protocol):
-    """The engine's connection to the store: files receipts, and leaves it at that, as a connector's thread would."""
+    """The engine's connection to the store. It files receipts and ignores the replies."""
 
     def __init__(self) -> None:
         self.is_ready = False
@@ -79,7 +79,7 @@ class _Store(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        if not self.is_ready:  # the greeting; all that follows only says that it was done
+        if not self.is_ready:  # the greeting; everything after it is a reply
             self._transport.write(encode(Hello(1, PROTOCOL_VERSION, "bench engine")))
             self.is_ready = True
 
@@ -88,7 +88,7 @@ class _Store(asyncio.Protocol):
 
 
 class _Engine(asyncio.Protocol):
-    """One connection of an engine. Requests come one at a time, complete with a length."""
+    """One connection to the engine. Requests come one at a time and have a length."""
 
     def __init__(self, store: _Store) -> None:
         self._store = store
@@ -208,8 +208,8 @@ async def passthrough(url: str) -> None:
 class Task(msgspec.Struct, frozen=True):
     """Ask a port: `count` requests on each of `clients` connections, or as many as fit into `seconds`.
 
-    `legs` is how many requests one answer takes: with two, the client does prefill's and decode's leg itself.
-    `period_ms` makes streams of `tokens` words that come so far apart.
+    `legs` is how many requests one answer takes: with two, the client runs prefill's and decode's leg itself. With
+    `period_ms`, answers are streams of `tokens` words that come this far apart.
     """
 
     port: int

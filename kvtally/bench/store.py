@@ -64,7 +64,7 @@ from kvtally.wire.limits import MIB, SECOND_NS
 BOUNDARIES = PROMPT_TOKENS // CHUNK_TOKENS
 HIT_TOKENS = PROMPT_TOKENS - CHUNK_TOKENS  # a hit leaves at least one token to compute
 HALF_TOKENS = PROMPT_TOKENS // 2
-PROMPTS = 8  # looked up in turn, so that no answer can come from having just been asked
+PROMPTS = 8  # looked up in turn, so that no lookup is helped by the one before
 HALVES, STRANGERS = 1_000_000_000, 2_000_000_000  # where the seeds of half-saved and of unknown prompts begin
 SPARE_BYTES = 64 * MIB
 FILL_STEP_PROMPTS = 256
@@ -85,7 +85,7 @@ class Scale:
     objects: int = 64  # of 2 MiB, in one set
     memory_bytes: int = 2048 * MIB
     rounds: int = 30
-    lookup_blocks: int = 40  # short ones: the quietest of them is what the store takes, not its neighbours
+    lookup_blocks: int = 40  # short, so that some are free of noise; the quietest is the store's own time
     lookups_per_block: int = 16
     windows: int = 3
     window_s: float = 0.5
@@ -104,7 +104,7 @@ class Scale:
 
     @property
     def seconds(self) -> float:
-        """What a run takes, roughly: the sum of all phases' weights."""
+        """Roughly how long a run takes: the sum of all phases' weights."""
         filled = sum(self.index_objects) + self.dense_objects + self.disk_objects
         return 56 + self.idle_s + filled / FILLED_PER_S
 
@@ -207,7 +207,7 @@ class Plan:
             self._clients(daemon)
 
     def _first_touch(self, samples: Samples) -> int:
-        """Puts into slots that nobody used before; how many sets that took."""
+        """Put into slots that nobody has used before. How many sets were put."""
         sets = min(2 * self.scale.rounds, self.scale.memory_bytes // self.scale.set_bytes - 1)
         for number in range(0, sets - 1, 2):
             samples.take_each(MEMCPY, Copy())
@@ -217,7 +217,7 @@ class Plan:
         return sets
 
     def _put_and_get(self, samples: Samples, used: int) -> None:
-        """The arena is full by now, or soon: puts evict."""
+        """The arena is full by now, or soon will be, so puts evict."""
         for number in range(used, used + 2 * self.scale.rounds, 2):
             samples.take_each(MEMCPY, Copy())
             samples.take_each(PUT, Put("mapped", number, checksummed=False))
@@ -275,7 +275,7 @@ class Plan:
                 self.figures.clients_gbps[str(count)] = ours
 
     def _together(self, workers: Sequence[TaskWorker], client: str, window: int) -> float:
-        """All of them at once; their throughput together."""
+        """Run all of them at once. Their total throughput."""
         start_ns = time.monotonic_ns() + SECOND_NS // 50
         tasks = [
             Window(
@@ -326,7 +326,7 @@ class Plan:
         figures.disk_get_gbps, figures.disk_raw_gbps = min(pairs, key=lambda pair: pair[0] / pair[1])
 
     def _read_back(self, samples: Samples, data: Path, number: int, cache: str) -> None:
-        """One set, by `preadv` and by the store; with a cold cache the file's pages are dropped before either."""
+        """Read one set with `preadv` and from the store. For a cold cache, the file's pages are dropped before each."""
         for is_ours in (False, True):
             if cache == "cold":
                 drop_pages(data)
@@ -339,7 +339,7 @@ class Plan:
     # ---- many objects
 
     def _index(self, worker: TaskWorker) -> None:
-        """The same lookups in stores that hold more and more; all stores are there at once, and asked in turn."""
+        """Make the same lookups in stores with more and more objects. All stores run at once and are asked in turn."""
         samples, figures = Samples(worker), self.figures
         with ExitStack() as stack:
             prompts: dict[str, int] = {}
@@ -363,7 +363,7 @@ class Plan:
         figures.lookup_ms_by_objects = {name: found.quiet_ms for name, found in figures.lookup_by_objects.items()}
 
     def _dense(self, worker: TaskWorker) -> None:
-        """What an object costs where nothing is shared: one group, so a boundary for each object."""
+        """Find what an object costs if nothing is shared: with one group, each object has a boundary of its own."""
         cases = [
             ("dense", self.scale.dense_objects, None),
             ("dense + disk", self.scale.disk_objects, self.disk / "small"),
@@ -375,11 +375,11 @@ class Plan:
                 worker.run(Disconnect())
 
     def _fill(self, worker: TaskWorker, daemon: Daemon, name: str, shape: Shape, objects: int) -> float:
-        """Put so many objects into a store's index; the bytes that its process grew by for each of them."""
+        """Put this many objects into a store's index. By how many bytes its process grew for each."""
         worker.run(Connect(name, daemon.socket, shape))
         prompts = -(-objects // (BOUNDARIES * (4 if shape is Shape.HYBRID else 1)))
         warm_up = min(FILL_STEP_PROMPTS, prompts // 4)
-        worker.run(Fill(name, 0, warm_up))  # what puts under way take, for a while, is not what an object takes
+        worker.run(Fill(name, 0, warm_up))  # puts under way take memory for a while; that is not counted
         before_bytes, before_objects = daemon.memory_bytes("RssAnon"), daemon.state.arena.objects
         for first in range(warm_up, prompts, FILL_STEP_PROMPTS):
             step = min(FILL_STEP_PROMPTS, prompts - first)
@@ -441,7 +441,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _scale(options: argparse.Namespace) -> Scale:
     scale = QUICK if options.quick else Scale()
-    smallest_bytes = 5 * scale.set_bytes  # the disk has twice that, and must hold eight sets
+    smallest_bytes = 5 * scale.set_bytes  # the disk tier has twice as much, and must hold eight sets
     memory_bytes = max(min(scale.memory_bytes, available_memory_bytes() // 4), smallest_bytes)
     if options.memory is not None:
         memory_bytes = size_of(options.memory)

@@ -31,7 +31,7 @@ class Figures(msgspec.Struct, kw_only=True):
     huge_pages: bool = False
 
     memcpy_gbps: float = 0.0
-    memcpy_median_gbps: float = 0.0  # how far it is below the best says how busy the machine was
+    memcpy_median_gbps: float = 0.0  # far below the best means that the machine was busy
     memcpy_whole_gbps: float = 0.0
     put_gbps: float = 0.0
     put_first_touch_gbps: float = 0.0
@@ -45,7 +45,7 @@ class Figures(msgspec.Struct, kw_only=True):
     rtt_ms: float = 0.0
     rtt: Latency | None = None
 
-    disk_get_gbps: float = 0.0  # whichever of warm and cold comes less close to its limit
+    disk_get_gbps: float = 0.0  # warm or cold, whichever is further below its limit
     disk_raw_gbps: float = 0.0
     disk_get_warm_gbps: float = 0.0
     disk_raw_warm_gbps: float = 0.0

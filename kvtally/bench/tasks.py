@@ -39,7 +39,7 @@ OBJECT_BYTES = 2 * MIB
 SMALL_BYTES = 4 * KIB  # one granule: objects that only fill the index
 FIRST_BATCH = 4  # objects of a set's first put
 COMMIT = 20  # objects that are committed together
-FILL_PROMPTS = 8  # of 256 objects each: with the batch before, as many open puts as half of what a client may have
+FILL_PROMPTS = 8  # 256 objects each; two batches are half of the puts that a client may have open
 VOCABULARY = 150_000
 PATIENCE_S = 60.0
 TASK_S = 300.0  # the longest task fills an index with a million objects
@@ -49,7 +49,7 @@ Tokens: TypeAlias = "array[int]"  # not subscriptable at run time before Python 
 
 
 class Shape(StrEnum):
-    """The engines that are imitated."""
+    """The kinds of engine that are imitated."""
 
     BULK = "bulk"  # full attention, 2 MiB for a chunk
     DENSE = "dense"  # full attention, one granule for a chunk
@@ -96,7 +96,7 @@ class Bench:
         return self.source.size
 
     def set_prompt(self, number: int) -> Tokens:
-        """The prompt whose chunks are one set of objects: one token more, because a hit leaves one to compute."""
+        """The prompt whose chunks are one set of objects, and one token more: a hit leaves one to compute."""
         return prompt(number, len(self.source) * CHUNK_TOKENS + 1)
 
     def blank(self) -> None:
@@ -116,7 +116,7 @@ class Task(msgspec.Struct, frozen=True, tag=True):
 
 
 class Allocate(Task, frozen=True):
-    """Have memory for so many objects of 2 MiB, pre-faulted."""
+    """Allocate and pre-fault memory for this many objects of 2 MiB."""
 
     objects: int
 
@@ -128,7 +128,7 @@ class Allocate(Task, frozen=True):
 
 
 class Connect(Task, frozen=True):
-    """Be a client of a store, under a name by which tasks refer to it."""
+    """Connect to a store as a client. Tasks refer to it by this name."""
 
     name: str
     socket: str
@@ -147,7 +147,7 @@ class Connect(Task, frozen=True):
 
 
 class Disconnect(Task, frozen=True):
-    """Close all connections: their store is about to go."""
+    """Close all connections, before their store stops."""
 
     def run(self, bench: Bench) -> list[float]:
         for client, _ in bench.clients.values():
@@ -160,7 +160,7 @@ class Disconnect(Task, frozen=True):
 
 
 class Stopwatch:
-    """Seconds since it was made, and those of them in which this process had a processor."""
+    """Seconds since it was made, and how many of them this thread spent on a processor."""
 
     def __init__(self) -> None:
         self._begun, self._begun_cpu = time.perf_counter(), time.thread_time()
@@ -170,7 +170,7 @@ class Stopwatch:
 
 
 class Copy(Task, frozen=True):
-    """The limit of puts and gets: the same bytes, by one copy for each object, between two buffers of this process."""
+    """The limit of puts and gets: copy the same bytes, object by object, between two buffers of this process."""
 
     def run(self, bench: Bench) -> list[float]:
         watch = Stopwatch()
@@ -180,7 +180,8 @@ class Copy(Task, frozen=True):
 
 
 class CopyWhole(Task, frozen=True):
-    """All at once. The C library then writes around the cache, as it does for neighbouring objects copied as one."""
+    """Copy everything at once. The C library then bypasses the cache, as it does when neighbouring objects are copied
+    as one."""
 
     def run(self, bench: Bench) -> list[float]:
         watch = Stopwatch()
@@ -189,7 +190,7 @@ class CopyWhole(Task, frozen=True):
 
 
 class Put(Task, frozen=True):
-    """Begin, write, commit one set of objects, in batches: while one is written the store works on the next."""
+    """Begin, write and commit one set of objects, in batches: the store prepares the next while one is written."""
 
     client: str
     number: int
@@ -199,7 +200,7 @@ class Put(Task, frozen=True):
         client, namespace = bench.clients[self.client]
         objects = objects_of(namespace, bench.set_prompt(self.number), len(bench.source))
         watch = Stopwatch()
-        # A short batch first, and commits now and then: the store leases and publishes while others are written.
+        # A short first batch, and a commit now and then: the store works while other objects are written.
         batches = [client.put_begin(objects[:FIRST_BATCH]), client.put_begin(objects[FIRST_BATCH:])]
         ends = []
         done = 0
@@ -218,7 +219,8 @@ class Put(Task, frozen=True):
 
 
 class Get(Task, frozen=True):
-    """Look up, hold, find, copy out and release one set. Before the two times of all: how long until it was staged."""
+    """Look up, hold, find, copy out and release one set. Returns the time until it was staged, then the two times of a
+    stopwatch for all of it."""
 
     client: str
     number: int
@@ -239,7 +241,7 @@ class Get(Task, frozen=True):
         staged = watch.read()
         slots = _answer(client.slots(lease))
         _hit(client.read_all(slots, [bench.target[slot.index] for slot in slots], verify=self.verify))
-        client.release([lease])  # as an engine does: nobody waits for the answer
+        client.release([lease])  # without waiting for the reply, as an engine does
         ended = watch.read()
         if len(slots) != len(bench.source):
             raise _failed(f"{len(slots)} objects were held, {len(bench.source)} were saved")
@@ -247,7 +249,8 @@ class Get(Task, frozen=True):
 
 
 class Window(Task, frozen=True):
-    """Until the time is up: copy (no client), or save new sets with checksums and read each back. Bytes per second."""
+    """Until the time is up, copy (without a client), or save new sets with checksums and read each back. Returns bytes
+    per second."""
 
     start_ns: int  # of the machine's monotonic clock, so that all workers begin together
     length_s: float
@@ -277,7 +280,7 @@ class Window(Task, frozen=True):
 
 
 class PutThrough(Task, frozen=True):
-    """Save a set, and wait until the lower tier has it: how long after the commit."""
+    """Save a set, and wait until the lower tier has it. Returns the time from the commit on."""
 
     client: str
     number: int
@@ -294,7 +297,7 @@ class PutThrough(Task, frozen=True):
 
 
 class RawRead(Task, frozen=True):
-    """The limit of reads from disk: one `preadv` for each object of a set, into memory that is there already."""
+    """The limit of reads from disk: one `preadv` for each object of a set, into memory that is already mapped."""
 
     path: str
     offset_bytes: int
@@ -336,7 +339,7 @@ class RawWrite(Task, frozen=True):
 
 
 class Fill(Task, frozen=True):
-    """Have the objects of prompts `[first, first + prompts)` in the index; their slots are not written to."""
+    """Put the objects of prompts `[first, first + prompts)` into the index. Nothing is written into their slots."""
 
     client: str
     first: int
@@ -364,7 +367,7 @@ class Fill(Task, frozen=True):
 
 
 def _commit(client: StoreClient, begun: Call[list[WriteSlot]]) -> None:
-    """Publish slots as they are. The answer is not awaited: what went wrong is missing in the lookups."""
+    """Publish slots as they are, without waiting for the reply: if one fails, lookups will find less."""
     client.put_end([(put, 0) for put in _answer(begun) if put.status is PutStatus.WRITE])
 
 
@@ -380,7 +383,7 @@ class Ping(Task, frozen=True):
 
 
 class Part(StrEnum):
-    """What of a lookup is timed."""
+    """The part of a lookup that is timed."""
 
     WHOLE = "whole"  # from packed tokens to the answer
     HOLD = "hold"  # the same, and everything found is leased
@@ -390,7 +393,7 @@ class Part(StrEnum):
 
 
 class Look(Task, frozen=True):
-    """Look prompts up, each once. `expect_tokens` is what the store must answer."""
+    """Look up each prompt once. The store must answer `expect_tokens`."""
 
     client: str
     seeds: list[int]
@@ -458,7 +461,7 @@ def _hit(result: T | Miss) -> T:
 
 
 def _drained(client: StoreClient) -> None:
-    """Wait until nothing is on its way to lower tiers. Raises if something was dropped."""
+    """Wait until the lower tiers have everything. Raises if something was dropped."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         state = read_state(client)

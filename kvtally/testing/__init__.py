@@ -1,4 +1,4 @@
-"""Test doubles that ship with the product: tiers and devices in memory, with faults drawn from a seed.
+"""Test doubles that ship with the product: tiers, devices, engines and whole nodes, with faults drawn from a seed.
 
-For tests, the simulator and `kvtally demo` (a synthetic engine); nothing else in the product imports it.
+Only tests, the demos and the benches import it.
 """

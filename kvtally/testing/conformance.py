@@ -11,9 +11,10 @@ Each arm runs its requests one at a time, then eight others at once. An output c
 reference and their logprobs are within the tolerance: 1e-3, or the baseline's own deviation if that is larger. The one
 exception is a tie: two tokens so close that within the tolerance either may win.
 
-A prompt may also go on where an answer has ended. KV that was made token by token differs from the KV of one prefill by
-the engine's rounding; so whoever reuses all but the last token is compared with the engine's own continuation of that
-answer, within 1e-3, and how far the two are apart in the engine itself is allowed to who reuses a part of it.
+A prompt may also continue where an answer ended. The engine computed that answer's KV token by token, and rounds
+differently in one prefill. So an output that reuses all but the last token is compared with the engine's own
+continuation, within 1e-3. An output that reuses less may differ by as much as prefill and decode differ in the engine
+itself.
 
 A verdict counts only if the test can fail. So the model must notice one changed token; vLLM must say that tokens came
 from the connector, and the store must agree; and with one restored block of each kind zeroed, the outputs must differ.
@@ -54,8 +55,8 @@ from kvtally.testing.models import RECIPES, VOCABULARY, Model, tiny_models
 
 CHANGED_AT = 3  # the token that is changed to see whether the model notices
 SHUFFLES = 3
-CUTS = 8  # of an answer, to see how far prefill and decode are apart
-MOST_DEATHS = 6  # of engines, before a trial is given up
+CUTS = 8  # of an answer, to see by how much prefill and decode differ
+MOST_DEATHS = 6  # of engines, before giving up
 EXTERNAL = "vllm:external_prefix_cache_hits"
 
 Counters = Mapping[str, float]
@@ -65,9 +66,9 @@ Counters = Mapping[str, float]
 class ConnectorUnderTest:
     """A connector and its backing store. The caller starts and stops the store; the harness only restarts it.
 
-    `counters`: what the store has counted, with at least "saved" and "loaded" (of whatever unit). `restart`: stop the
-    store once all is on disk and start it from there. `hit_share`: of the tokens that vLLM's own prefix cache reuses,
-    how many the connector must reuse. `engine`: arguments of `vllm.LLM` it cannot do without.
+    `counters`: what the store has counted, with at least "saved" and "loaded", in any unit. `restart`: stop the store
+    once everything is on disk, and start it from there. `hit_share`: the share of the tokens reused by vLLM's own
+    prefix cache that the connector must reuse. `engine`: arguments of `vllm.LLM` that the connector needs.
     """
 
     name: str
@@ -85,7 +86,7 @@ class ConnectorUnderTest:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Requests that run in one way (alone, or together), with what they are measured by."""
+    """Requests that run one at a time, or all at once, with what they are compared with."""
 
     name: str
     cases: list[Case]
@@ -113,7 +114,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """Something was spoilt on purpose. `problem` says if that went unnoticed."""
+    """Something was spoilt on purpose. `problem` is set if nobody noticed."""
 
     name: str
     deviation: float
@@ -172,15 +173,14 @@ def judge(
 ) -> Report:
     """Put a connector through every arm with one model. Engines log into `directory`; one lives at a time.
 
-    `restarted` makes the engine of the arm "new engine": `Server`, or an `Engine` of several processes; the other arms'
-    keep scheduler and worker in one.
+    `restarted` makes the engine of the arm "new engine": a `Server`, or an `Engine` of several processes. In the other
+    arms, scheduler and worker share a process.
     """
     return _Trial(connector, model, directory, restarted).run()
 
 
 class _Seat:
-    """Where an engine sits, from the moment it begins to start. One that dies of a request is replaced, so that the
-    other requests are judged as well."""
+    """An engine and its replacements: if a request kills it, another one serves the remaining requests."""
 
     def __init__(self, start: Callable[[], Runs], died: Callable[[TransportError], None]) -> None:
         self._start, self._died = start, died
@@ -222,7 +222,7 @@ class _Trial:
         self.report = Report(connector.name, model.recipe.name)
 
     def run(self) -> Report:
-        """Starting an engine takes as long as an arm, so the next one starts meanwhile."""
+        """Starting an engine takes as long as an arm, so the next one starts while this one runs."""
         with ExitStack() as seats:
             reference = self._seat(seats, "reference", connected=False)
             first = self._seat(seats, "cold and warm")
@@ -247,7 +247,7 @@ class _Trial:
         make: Callable[..., Runs] = Engine,
         nursery: int = 0,
     ) -> _Seat:
-        """`nursery`: engines that are restarted must not owe their hits to a hash seed that they share."""
+        """`nursery`: an engine that is restarted must not owe its hits to a hash seed shared with the one before."""
         arguments: dict[str, Any] = {**self._model.settings, **self._connector.engine}
         if connected:
             arguments["kv_transfer_config"] = dict(self._connector.kv_transfer_config)
@@ -256,7 +256,7 @@ class _Trial:
         return seats.enter_context(closing(_Seat(start, partial(self._died, name))))
 
     def _use(self, seat: _Seat, name: str, run: Callable[[_Seat], None]) -> None:
-        """Once it is ready. An engine that cannot go on is a finding; then the next arm begins."""
+        """Wait until the engine is ready, and use it. If it cannot go on, note that and begin with the next arm."""
         try:
             seat.engine.wait_ready()
             run(seat)
@@ -283,7 +283,7 @@ class _Trial:
         self.report.errors.append(f"{name}: {_brief(error)}")
 
     def _measure(self, seat: _Seat) -> None:
-        """Reference and baseline, from one engine: with a salt of its own, a request reuses nothing."""
+        """Get reference and baseline from one engine: a request with its own salt reuses nothing."""
         engine = seat.engine
         chunk = self._connector.chunk_tokens
         alone = cases(self._model.recipe, chunk, self._draw)
@@ -297,7 +297,7 @@ class _Trial:
         self._check_sensitivity(engine)
 
     def _following(self, engine: Runs, first: Case) -> list[Case]:
-        """A prompt that goes on where the first turn's answer ends, and the next turn."""
+        """A prompt that continues where the first turn's answer ends, and the next turn."""
         longer = replace(first, name="turn 1 and more", max_tokens=first.max_tokens + 8)
         answer = self._unshared(engine, [longer])[0]
         cuts = [going_on(first, answer, count * first.max_tokens // CUTS) for count in range(1, CUTS + 1)]
@@ -327,8 +327,8 @@ class _Trial:
         self.report.modes.append(Mode(name, asked, reference, cached, max(floor, *deviations)))
 
     def _shuffled(self, seat: _Seat, asked: list[Case]) -> list[Output]:
-        """The requests in another order, some a little later: where prefills are cut and what else is in a batch moves
-        logprobs, too, and a connector that loads while others compute changes both."""
+        """The requests in another order, some a little later. Where prefills are cut, and what else is in a batch,
+        moves logprobs too; a connector that loads while others compute changes both."""
         seat.engine.reset()
         order = self._draw.sample(range(len(asked)), len(asked))
         cut = self._draw.randrange(1, len(asked))
@@ -388,7 +388,7 @@ class _Trial:
         return dict(self._connector.counters()) if self._connector.counters is not None else {}
 
     def _control(self, engine: Engine, kind: GroupKind) -> None:
-        """Zero one restored block of this kind: the output must differ. Without that, it must be right again."""
+        """Zero one restored block of this kind: the output must differ. Stop doing so: it must be right again."""
         alone = self.report.modes[0]
         index = next(index for index, case in enumerate(alone.cases) if case.name == "long")
         prompt, reference = alone.cases[index].prompt(), alone.reference[index]

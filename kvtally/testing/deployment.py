@@ -3,8 +3,8 @@
     Deployment ──YAML──▶ kvtally up ──▶ store, prefill, decode, router
         └──completions──▶ router, or straight to decode for what it answers alone
 
-Owns the file, the process and how its answers are read; for the demo and for tests. Blocking; every wait has a deadline
-and ends in a TransportError with the log's last lines. Neighbours: `up` (what is run), `models` (with what).
+For the demo and for tests. Owns the file, the process, and how answers are read. Blocking; every wait has a deadline
+and fails with a TransportError that shows the end of the log. Neighbours: `up` (runs), `models` (served).
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from kvtally.up.machine import direct
 START_S = 400.0
 REQUEST_S = 120.0
 STOP_S = 60.0
-WAIT_MS = 15_000  # of a request for the store: on a busy machine an engine's step takes seconds
+WAIT_MS = 15_000  # a request waits this long for the store: on a busy machine an engine's step takes seconds
 
 
 class Answer(NamedTuple):
-    """What a client got. `told`: the router's headers, without their prefix. `margins`: by how much each token led."""
+    """What a client got. `told`: the router's headers, without their prefix. `margins`: by how much each token's
+    logprob leads the runner-up's."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -57,10 +58,10 @@ class Answer(NamedTuple):
 
 
 class Refused(TransportError):
-    """An error that the client can tell from an answer."""
+    """The server answered with an error status."""
 
     def __init__(self, status: int, text: str, told: dict[str, str]) -> None:
-        super().__init__(f"status {status}: {text}", remedy="It is what the test or the user asked for, or a fault.")
+        super().__init__(f"status {status}: {text}", remedy="See the status and what the server says.")
         self.status = status
         self.text = text
         self.told = told
@@ -80,7 +81,7 @@ def body(tokens: Sequence[int], max_tokens: int = 8, **more: Any) -> dict[str, A
 
 
 def post(url: str, content: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Answer:
-    """One completion. Raises Refused for an error, OSError where the connection broke."""
+    """Ask for one completion. Raises Refused for an error status, OSError if the connection broke."""
     data = json.dumps(content).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
     try:
@@ -92,7 +93,7 @@ def post(url: str, content: Mapping[str, Any], headers: Mapping[str, str] | None
 
 
 def answer_of(content: bytes, headers: Mapping[str, str]) -> Answer:
-    """Of a whole answer, or of a stream. A stream that does not say that it is over is an error, not an answer."""
+    """Read a whole answer, or a stream. A stream without its final [DONE] is an error, not an answer."""
     if headers["Content-Type"].startswith("text/event-stream"):
         events = [line[6:] for line in content.splitlines() if line.startswith(b"data: ")]
         if not events or events.pop() != b"[DONE]":
@@ -143,13 +144,13 @@ class Deployment(Child):
             directory / "up.log",
             name="kvtally up",
             remedy=f"The logs are in {directory}.",
-            directory=directory,  # where no kvtally.yaml of the caller's is found
-            tie=signal.SIGTERM,  # upon which it stops its own children in order
+            directory=directory,  # the caller's own kvtally.yaml is not read there
+            tie=signal.SIGTERM,  # on this it stops its own children in order
             grace_s=STOP_S,
         )
 
     def wait_ready(self, timeout_s: float = START_S, *, on_line: Callable[[str], object] = str) -> None:
-        """Until all are up and the router says so. `on_line` gets what `kvtally up` said last, again and again."""
+        """Wait until everything is up. Meanwhile `on_line` gets the last line that `kvtally up` printed."""
 
         def is_ready() -> bool:
             lines = self.log().strip().splitlines()
@@ -160,7 +161,7 @@ class Deployment(Child):
 
     def is_ready(self) -> bool:
         """Whether engines, router and store are up. Each is asked: the router serves without a store, and what it knows
-        of an engine may be a moment old."""
+        about an engine may be out of date."""
         with StoreClient(self.socket, name="test") as client:
             if isinstance(client.connect(0.5), Miss):
                 return False
@@ -179,13 +180,13 @@ class Deployment(Child):
         return self._log.read_text()
 
     def pid_of(self, name: str) -> int:
-        """Of the process that `kvtally up` started last by this name: store, prefill-0, decode-0 or router."""
+        """The process that `kvtally up` started last under this name: store, prefill-0, decode-0 or router."""
         return int(re.findall(rf"^{name}: starting, pid (\d+)", self.log(), re.MULTILINE)[-1])
 
     # ---- requests
 
     def complete(self, tokens: Sequence[int], max_tokens: int = 8, *, key: str = "", **more: Any) -> Answer:
-        """Through the router."""
+        """Ask the router for a completion."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         return post(f"{self.router}/v1/completions", body(tokens, max_tokens, **more), headers)
 
@@ -195,14 +196,14 @@ class Deployment(Child):
         return post(f"{url}/v1/chat/completions", content)
 
     def continued(self, tokens: Sequence[int], max_tokens: int = 8) -> tuple[list[int], Answer]:
-        """A prompt of one token more, and what decode's engine says to it having computed all of it but that token:
-        its own continuation, with nothing reused. The arithmetic is that of a handed over prompt, to the bit."""
+        """A prompt with one token more, and what decode's engine answers if it continues from the rest without reusing
+        anything. The arithmetic is that of a prompt that was handed over, to the bit."""
         alone = self.computed(tokens, max_tokens + 1)
         return [*tokens, alone.tokens[0]], Answer(alone.tokens[1:], alone.logprobs[1:], {}, alone.margins[1:])
 
     def computed(self, tokens: Sequence[int], max_tokens: int = 8) -> Answer:
-        """What decode's engine says to a prompt that it computes as a whole, with nothing reused. What it computes
-        again has this arithmetic; that of `continued` rounds differently."""
+        """What decode's engine answers if it computes the whole prompt at once, without reusing anything. A prompt that
+        is computed again has this arithmetic; `continued` rounds differently."""
         salted = body(tokens, max_tokens, cache_salt=f"alone-{time.monotonic_ns()}")
         return post(f"{self.decode}/v1/completions", salted)
 
@@ -221,7 +222,7 @@ class Deployment(Child):
             self.wait(is_reset, f"{engine} does not reset its cache")
 
     def counted(self) -> dict[str, float]:
-        """Prompt tokens of decode's engine by where they came from, as vLLM counts them."""
+        """How many prompt tokens decode's engine got from each source, as vLLM counts them."""
         with direct.open(f"{self.decode}/metrics", timeout=10) as response:
             text = response.read().decode()
         found = re.findall(r'^vllm:prompt_tokens_by_source_total\{.*source="(\w+)".*\} (\S+)$', text, re.MULTILINE)
@@ -235,7 +236,7 @@ class Deployment(Child):
             yield client
 
     def receipt(self, answer: Answer) -> dict[str, Any]:
-        """Both halves, as the router keeps them; a moment after the answer has ended."""
+        """Both halves of a receipt. The router has them a moment after the answer."""
         found: dict[str, Any] = {}
 
         def is_there() -> bool:
@@ -251,7 +252,7 @@ class Deployment(Child):
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that descend from it, itself first."""
+    """A process and all its descendants, itself first."""
     parents: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdecimal():

@@ -43,7 +43,7 @@ from kvtally.wire.messages import Lookup, MissReason, PutObject, PutStatus
 LAYERS = 2
 PAGE_BYTES = 4096  # padded: what every group's page takes in memory
 BLOCK_TOKENS = 16
-STATE_TOKENS = 64  # a state is kept every so many tokens, and at the end of what was computed
+STATE_TOKENS = 64  # a state is kept this often, and at the end of what was computed
 WINDOW_TOKENS = 200
 FULL, SLIDING, STATE = 0, 1, 2
 GROUPS = (
@@ -65,15 +65,15 @@ TOKEN_BYTES = tuple(spec.page_bytes[0][0] // BLOCK_TOKENS for spec in GROUPS[:ST
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one request."""
+    """How one request went."""
 
     output: str
     prompt_tokens: int
     reused_tokens: int
     computed_tokens: int
-    disk_tokens: int = 0  # of the reused ones: came up from a lower tier
+    disk_tokens: int = 0  # how many of the reused ones came from a lower tier
     saved_objects: int = 0
-    reason: str = ""  # why not more was reused: a MissReason, or empty
+    reason: str = ""  # why no more was reused: a MissReason, or empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ class Request:
 
 
 class SyntheticEngine:
-    """One engine. `role` is the half it files of a receipt. With `verify` False it takes restored bytes as they are:
-    only to show what checksums are for."""
+    """One engine. `role` is the half of a receipt that it files. Without `verify` it accepts whatever bytes it
+    restored; that only serves to show what checksums are for."""
 
     def __init__(
         self, *, seed: int = 0, role: Role = Role.DECODE, verify: bool = True, blocks_count: int = 512
@@ -219,8 +219,8 @@ class SyntheticEngine:
         return Lookup(0, b"".join(request.chains), request.ends, len(request.tokens) - 1)
 
     def restore(self, request: Request, client: StoreClient) -> Restored:
-        """Load the longest hit. Where staging fell short because bytes did not verify, ask once more: nothing was
-        promised yet, and the store, which now knows what is bad, may serve an earlier boundary."""
+        """Load the longest hit. If bytes did not verify during staging, ask once more: nothing was promised yet, and
+        the store now knows which objects are bad and may serve an earlier boundary."""
         question = self.question(request)
         lease = _stage(client, question)
         reason = lease.reason
@@ -236,7 +236,7 @@ class SyntheticEngine:
             client.release([lease]).wait()
 
     def _load_all(self, request: Request, client: StoreClient, lease: Lease, reason: str) -> Restored:
-        """A promise that fails leaves nothing restored: what landed is overwritten by computing it."""
+        """If one object fails, nothing counts as restored: computing overwrites what landed."""
         slots = client.slots(lease).wait()
         if isinstance(slots, Miss):
             return Restored(reason=slots.reason)
@@ -262,7 +262,7 @@ class SyntheticEngine:
         return client.read(slot, self.memory, where, verify=self._verify)
 
     def save(self, request: Request, client: StoreClient) -> int:
-        """Save every object that this engine holds whole; how many were new to the store."""
+        """Save every object of which this engine has all bytes. How many were new to the store."""
         written = self.write(request, client)
         if not written:
             return 0
@@ -270,7 +270,7 @@ class SyntheticEngine:
         return 0 if isinstance(ended, Miss) else ended.committed
 
     def write(self, request: Request, client: StoreClient) -> list[tuple[Put, int]]:
-        """The first phase of a save: slots leased and written. Nobody can read them before they are committed."""
+        """The first phase of a save: get slots and write them. Nobody can read them before they are committed."""
         objects = list(self._objects(request))
         puts = client.put_begin(objects).wait() if objects else []
         if isinstance(puts, Miss):
@@ -314,7 +314,7 @@ class SyntheticEngine:
 
 
 def _stage(client: StoreClient, question: Lookup) -> Lease | Miss:
-    """Hold the longest hit and have it brought into the arena."""
+    """Hold the longest hit, and wait until it is in the arena."""
     lease = client.hold(question).wait()
     if isinstance(lease, Miss):
         return lease
@@ -325,7 +325,7 @@ def _stage(client: StoreClient, question: Lookup) -> Lease | Miss:
 
 
 def _holds(spec: GroupSpec, start: int, end: int, restored_tokens: int) -> bool:
-    """Whether an engine that restored so many tokens, and computed the rest, has all bytes of this object."""
+    """Whether an engine that restored this many tokens, and computed the rest, has all bytes of this object."""
     if spec.kind is GroupKind.RECURRENT:
         return end >= restored_tokens  # earlier states were not restored
     if spec.kind is GroupKind.SLIDING:

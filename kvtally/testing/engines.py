@@ -53,8 +53,8 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Output(msgspec.Struct, frozen=True):
-    """What became of a request. `margins`: by how much each token's logprob leads the runner-up's. `transfer`: what
-    the connector answers."""
+    """The answer to a request. `margins`: by how much each token's logprob leads the runner-up's. `transfer`: the
+    connector's part of the answer."""
 
     tokens: list[int]
     logprobs: list[float]

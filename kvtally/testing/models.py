@@ -1,8 +1,8 @@
 """Tiny models whose output depends on every byte of KV cache, made on the spot: no download, a few megabytes each.
 
-Random weights as engines make them for tests give nearly constant output: wrong KV goes unnoticed, and a test on them
-proves nothing. These are drawn so that every layer says something and recurrent state forgets slowly; the conformance
-harness still checks that they are sensitive before it believes them.
+With the random weights that engines usually make for tests, output is nearly constant: wrong KV goes unnoticed, and a
+test proves nothing. These weights are drawn so that every layer matters and recurrent state forgets slowly. The
+conformance harness still checks that a model is sensitive before it trusts the result.
 
 Owns the recipes, one for each kind of KV-cache group, and the settings with which vLLM serves them on a CPU. Making one
 needs torch and transformers and happens in a process of its own (`python -m kvtally.testing.models`), so that a test
@@ -31,9 +31,9 @@ from kvtally.errors import TierError
 MAKE_S = 240.0
 VOCABULARY = 1000
 WEIGHT_STD = 0.06
-# A state decays by exp(-exp(A_log) * softplus(dt + dt_bias)) for each token: so it still knows a thousand of them.
+# For each token a state decays by exp(-exp(A_log) * softplus(dt + dt_bias)). With this it remembers a thousand.
 A_LOG = -5.0
-# Attention over random keys is nearly even: then a wrong block among many drowns. Larger queries make it choose.
+# Attention over random keys is nearly even, so a wrong block among many would not show. Larger queries sharpen it.
 SHARPNESS = 3.0
 
 Setting = str | int | float | bool
@@ -123,20 +123,20 @@ GDN = Recipe(
     config={
         **_COMMON,
         **_ATTENTION,
-        "num_hidden_layers": 4,  # three of GDN and one of attention; with more, rounding to bfloat16 hides a lot
+        "num_hidden_layers": 4,  # three GDN layers and one of attention; with more, rounding to bfloat16 hides too much
         "linear_key_head_dim": 64,
         "linear_value_head_dim": 64,
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 8,
         "num_experts": 4,
-        "num_experts_per_tok": 4,  # all: a choice among experts would turn rounding into another answer
+        "num_experts_per_tok": 4,  # all of them: otherwise rounding could change the choice, and so the answer
         "moe_intermediate_size": 128,
         "shared_expert_intermediate_size": 128,
         "head_dtype": "float32",  # logits in bfloat16 have few values, and many ties
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     },
-    dtype="bfloat16",  # the only one its kernels know on a CPU
-    block_tokens=256,  # given, because a multi-process engine otherwise resets it after start and never hits
+    dtype="bfloat16",  # the only type that its CPU kernels support
+    block_tokens=256,  # set here, or a multi-process engine resets it after its start and never hits
     kinds=(GroupKind.FULL, GroupKind.RECURRENT),
     engine={"max_num_batched_tokens": 512},
 )
@@ -177,7 +177,7 @@ _MADE = {**RECIPES, SMALL_STATES.name: SMALL_STATES}
 
 
 def tiny_models(directory: Path, wanted: Iterable[tuple[Recipe, int]]) -> list[Model]:
-    """Each recipe with its seed, from `directory` or made there now. Another seed makes other weights of the same."""
+    """Each recipe with its seed, made in `directory` unless it is there already. Another seed means other weights."""
     models = [Model(recipe, directory / _key(recipe, seed) / recipe.name, seed) for recipe, seed in wanted]
     missing = [model for model in models if not model.path.exists()]
     if missing:
@@ -260,7 +260,7 @@ _TOKENIZER_CONFIG: Json = {
 
 
 def _tokenizer() -> Json:
-    """Bytes are tokens: any text can be sent to a server. The rest of the vocabulary are words of no meaning."""
+    """Every byte is a token, so any text can be sent to a server. The rest of the vocabulary is meaningless words."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = [chr(byte) for byte in printable] + [chr(256 + index) for index in range(len(others))]

@@ -1,14 +1,14 @@
-"""Where runners are born: a process that has imported vLLM forks them, so that none has to import it again.
+"""Starts runners fast: a process that has already imported vLLM forks them, so that none has to import it again.
 
     test ──Order, with stdin, stdout and log──▶ nursery ──fork──▶ runner
-         ◀──pid, and a descriptor that tells its end──┘
+         ◀──its pid and pidfd───────────────────────┘
 
-Importing vLLM takes ten seconds of a processor, as long as all that an engine does before it is ready. The nursery
-imports it when the first engine is ordered, and nothing of vLLM runs in it: a runner finds what it would have found
-after its own import. What an environment variable decides while modules are imported is decided by the first order.
+Importing vLLM takes ten seconds of processor time, as long as everything else an engine does before it is ready. The
+nursery imports it for the first order and runs nothing of it, so a runner finds the state that its own import would
+have left. Environment variables that vLLM reads while it is imported are those of the first order.
 
-A nursery ends with the process that it was made for, and its runners by themselves (`runner`). It has one thread, as
-forking demands. Neighbours: `engines` (left: orders), `runner` (right: what is forked).
+A nursery ends with the process that made it; runners end by themselves (see `runner`). It has only one thread, because
+it forks. Neighbours: `engines` (left: orders), `runner` (right: what is forked).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvtally.machine import python_path
 
 START_S = 120.0
 ORDER_BYTES = 1 << 17
-# What a runner imports sooner or later, by its role.
+# What a runner imports anyway, by its role.
 IMPORTS = {
     "engine": ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "kvtally.vllm.connector"),
     "server": ("vllm.entrypoints.openai.api_server", "vllm.v1.worker.cpu_worker", "kvtally.vllm.connector"),
@@ -40,7 +40,7 @@ IMPORTS = {
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True):
-    """A runner's arguments, role first, and the surroundings of the process that wants it."""
+    """A runner's arguments, its role first, and the environment and directory it gets."""
 
     arguments: list[str]
     environment: dict[bytes, bytes]
@@ -48,7 +48,7 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Forked(NamedTuple):
-    """A runner that leads a process group. It is no child of this process, but `end` is its pidfd."""
+    """A runner that leads a process group. It is not a child of this process; `end` is its pidfd."""
 
     pid: int
     end: int
@@ -57,8 +57,8 @@ class Forked(NamedTuple):
 
 
 class Nursery:
-    """Orders wait for one another; the first of vLLM's takes a while. One that failed is of no use any more: replies to
-    it may still come."""
+    """Takes one order at a time; the first that needs vLLM takes a while. After an order has failed, the nursery is
+    closed: a late reply would answer the next order."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
@@ -117,8 +117,8 @@ _making = threading.Lock()
 
 
 def nursery(number: int) -> Nursery:
-    """This process's. Runners of one nursery share what an interpreter draws when it starts, as the seed of `hash`;
-    those of another number have their own."""
+    """One of this process's nurseries. Runners from the same nursery share what an interpreter draws when it starts,
+    such as the seed of `hash`."""
     with _making:
         known = _nurseries.get(number)
         if known is None or not known.is_open:
@@ -139,7 +139,7 @@ def main(arguments: list[str]) -> int:
         os.environb.clear()
         os.environb.update(order.environment)
         for name in IMPORTS.get(order.arguments[0], ()):
-            with contextlib.suppress(ImportError):  # the runner says it
+            with contextlib.suppress(ImportError):  # the runner will report it
                 import_module(name)
         if not os.fork():
             _become(order, descriptors)
@@ -156,7 +156,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _become(order: Order, descriptors: Sequence[int]) -> None:
-    """A process like any other that was started with these."""
+    """Make this process look as if it had been started with these."""
     os.setsid()
     for standard, descriptor in enumerate(descriptors):
         os.dup2(descriptor, standard)

@@ -1,8 +1,8 @@
 """The process in which a test's engine lives, forked by `testing.nursery`.
 
 `engine` builds `vllm.LLM` and answers commands from stdin; `server` is vLLM's OpenAI server with the flags that follow;
-`guard` only keeps another command and ends it in time, for tests of all this without vLLM. Messages and the other end
-of the pipes are `testing.engines`'. Outside `kvtally.vllm`, only this module and `bench.engine` import vllm.
+`guard` only runs another command and ends it, to test all this without vLLM. The messages, and the other end of the
+pipes, are in `testing.engines`. Outside `kvtally.vllm`, only this module and `bench.engine` import vllm.
 
 The sabotage that negative controls need is done here, in the engine's memory, after a connector has loaded a block. So
 it works on any connector, and no checksum of the connector's own can notice. Threading: the engine runs in the main
@@ -76,19 +76,19 @@ def _guard(command: list[str], grace_s: float) -> int:
 
 
 def _serve(flags: list[str], grace_s: float) -> int:
-    """What `python -m` of the same module does."""
+    """Do what `python -m` would do with vLLM's server."""
     os.dup2(2, 1)
     stop = partial(os.kill, os.getpid(), signal.SIGTERM)
     watch_stdin(lambda line: stop(), grace_s)
     sys.argv = [SERVER, *flags]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # that the nursery has imported it
+        warnings.simplefilter("ignore", RuntimeWarning)  # about the nursery having imported it
         runpy.run_module(SERVER, run_name="__main__")
     return 0
 
 
 class Runner:
-    """One engine and what a test asks of it."""
+    """One engine, and the commands it carries out."""
 
     def __init__(self, settings: Settings) -> None:
         from vllm import LLM
@@ -125,11 +125,6 @@ class Runner:
     def stop(self) -> None:
         self.settle()
         self._llm.llm_engine.engine_core.shutdown()
-
-    @property
-    def engine(self) -> Any:
-        """vLLM's own, for who wants to step it."""
-        return self._llm.llm_engine
 
     @property
     def _core(self) -> Any:
@@ -213,7 +208,7 @@ class Saboteur:
         self._worker.wait_for_layer_load = self._layer_loaded
 
     def end(self) -> int:
-        """Step out of the way; how many blocks were zeroed that held something."""
+        """Stop. How many blocks that held something were zeroed."""
         self._scheduler.get_num_new_matched_tokens, self._scheduler.update_state_after_alloc = self._match, self._alloc
         self._worker.get_transfer_results, self._worker.start_load_kv = self._results, self._load
         self._worker.wait_for_layer_load = self._wait

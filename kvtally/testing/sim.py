@@ -180,14 +180,15 @@ class Node:
         self.seen["kill_store"] += 1
         if self.disk is not None:
             if self.durable:
-                self.durable.popitem()  # the crash may fall into the last write, whose outcome nobody acted on yet
+                self.durable.popitem()  # the crash may hit the last write, and nobody has acted on its outcome yet
             self.disk.crash()
         self.start_store()
         for client in self.clients:
             client.lose_connection(store_lives=False)
 
     def flush(self) -> None:
-        """Carry the store's messages and jobs out, each after its own delay; writes and removes of a tier in order."""
+        """Deliver the store's messages and jobs, each after its own delay; a tier's writes and removes stay in
+        order."""
         generation = self.generation
         for session, reply in self.store.take_outbox():
             self.at(self.soon() // 10, partial(self.deliver, session, reply, generation))
@@ -279,7 +280,7 @@ class Node:
         return b"".join(self.arena[offset : offset + length] for offset, length in spans)
 
     def write(self, pieces: list[int], data: bytes) -> None:
-        """Write to a slot, which nobody else may own while its writer might still do this."""
+        """Write to a slot. Nobody else may own it while its writer might still do this."""
         owned = self.store._writes.open_pieces()
         position = 0
         for offset, length in zip(pieces[::2], pieces[1::2], strict=True):
@@ -345,7 +346,7 @@ class Node:
 
 
 def run(seed: int, steps: int = 250) -> Counter[str]:
-    """One simulated life of a node; what happened in it. Raises AssertionError where a promise was broken."""
+    """Simulate a node's life and return what happened. Raises AssertionError if a promise was broken."""
     node = Node(seed)
     try:
         node.play(steps)

@@ -1,8 +1,8 @@
 """A simulated engine process: it saves and loads prompts, one task after another, and checks every byte it accepts.
 
-What an object's bytes must be follows from its key (`content`), so any client can judge what any other has saved. Owns
-one client's behaviour, also what it does when its connection is lost while it writes; time, faults and the store are
-`sim.Node`'s.
+An object's bytes follow from its key (`content`), so any client can check what another has saved. Owns one client's
+behaviour, including what it does if its connection is lost while it writes. Time, faults and the store belong to
+`sim.Node`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WrongByte(AssertionError):
 
 
 def content(key: ObjectKey, length_bytes: int) -> bytes:
-    """What an object's bytes must be: they follow from its identity alone."""
+    """The bytes an object must have. They follow from its identity alone."""
     return random.Random(b"".join((key.namespace, key.chain, bytes((key.group, key.rank))))).randbytes(length_bytes)
 
 
@@ -107,8 +107,8 @@ class Client:
         self.finish()
 
     def lose_connection(self, *, store_lives: bool = True) -> None:
-        """The socket closes; the process lives on, and what it was writing to it may go on writing to for a while."""
-        if not store_lives:  # the old arena is gone: whatever an earlier connection left being written is nobody's
+        """The socket closes. The process lives on, and may go on writing to its slots for a while."""
+        if not store_lives:  # the old arena is gone, and with it everything that was being written
             self._ghosts.clear()
             self._old_sessions.clear()
         if not self.session:
@@ -116,7 +116,7 @@ class Client:
         session, self.session = self.session, 0
         self._epoch += 1
         self._step, self._awaited_lease = None, 0
-        self._staged.clear()  # another store numbers its leases anew
+        self._staged.clear()  # a new store numbers its leases from the start
         if store_lives:
             self._ghosts += [pieces for _, _, pieces, _ in self._writing]
             self.node.store.disconnect(session, self.node.now_ns)
@@ -128,7 +128,7 @@ class Client:
             self.node.at(self.node.soon(), self.connect)
 
     def _notice(self, generation: int) -> None:
-        """A living client notices the loss, ends its copies and lets go of the old mapping (and so of its pipe)."""
+        """The client notices the loss, stops its copies and drops the old mapping, and with it its pipe."""
         if generation == self.node.generation and self.alive and not self.is_stopped:
             self.let_go()
 
@@ -167,7 +167,7 @@ class Client:
         step(reply)
 
     def later(self, action: Callable[[], None]) -> None:
-        """`action` after a while, unless the connection is lost meanwhile; later still, if the process is stopped."""
+        """Do this after a while, unless the connection is lost first; later still if the process is stopped."""
         epoch = self._epoch
 
         def guarded() -> None:
@@ -240,7 +240,7 @@ class Client:
         self.later(lambda: self._write(half=True))
 
     def _write(self, *, half: bool) -> None:
-        """Write what was begun: first half of each object, later all of it. The writer may be stopped in between."""
+        """Write the objects that were begun: half of each, then the rest. The writer may be stopped in between."""
         if self._interrupt():
             self.later(lambda: self._write(half=half))
             return
@@ -304,13 +304,13 @@ class Client:
             self._get_slots(reply.lease)
 
     def _go_on(self, lease: int) -> None:
-        """If this lease is waited for and staged: use it."""
+        """Use this lease, if it is the one that the client waits for and it is staged."""
         if self._awaited_lease == lease and lease in self._staged:
             self._awaited_lease = 0
             self._on_staged(self._staged[lease])
 
     def _come_to(self, lease: int) -> None:
-        """The scheduler gets to a request that was looked up early, or the request is aborted before."""
+        """The scheduler gets to a request that was looked up early, or the request is aborted before that."""
         if self._awaited_lease != lease:
             return
         if self.node.random.random() < 0.3:

@@ -1,7 +1,7 @@
 """Tiers and devices in memory, for tests and for the simulator: no files, no threads, made in microseconds.
 
-`MemoryDevice` stands under a `DiskTier` in place of files and fails on demand; what is random about a failure comes
-from its seed. `MemoryTier` is a whole tier in a dict. Both keep to the threading rule of `store.tiers.base`.
+`MemoryDevice` replaces the files under a `DiskTier` and fails on demand; its seed decides everything random about a
+failure. `MemoryTier` is a whole tier in a dict. Both follow the threading rule of `store.tiers.base`.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ class MemoryDevice:
         self._is_closed = False
 
     def fail(self, operation: Operation, error_number: int, *, times: int | None = 1) -> None:
-        """Let the next `times` (None: all, until `heal`) fail. A write that fails writes a random part first."""
+        """Let the next `times` operations fail; None: all of them, until `heal`. A write that fails writes a random
+        part first."""
         self._failures[operation] = (error_number, times)
 
     def shorten_reads(self, times: int = 1) -> None:
-        """Let the next reads of data end at a random byte too early."""
+        """Let the next reads of data stop early, at a random byte."""
         self._short_reads = times
 
     def heal(self) -> None:
@@ -66,7 +67,7 @@ class MemoryDevice:
         return position
 
     def crash(self) -> None:
-        """Go back to a moment within the last write, as `kill -9` would: earlier writes are whole, later ones absent.
+        """Go back to a moment during the last write, as `kill -9` would: earlier writes are whole, later ones absent.
 
         The last write of a tier is its bytes and then its record: the crash may fall before, inside or after either.
         """
@@ -77,14 +78,14 @@ class MemoryDevice:
             offset, appended = self._last_append
             kept = self._torn_length(len(appended))
             self.journal[offset:] = appended[:kept]
-        if self._last_write is not None and not kept:  # with a byte of its record, an object's own bytes are whole
+        if self._last_write is not None and not kept:  # else its record has begun, so the object's bytes are whole
             offset, before, after = self._last_write
             kept = self._torn_length(len(after))
             self.data[offset : offset + len(after)] = after[:kept] + before[kept:]
         self._after_restart()
 
     def reopen(self) -> None:
-        """As after an orderly end of the process: everything written is there."""
+        """Restart after an orderly shutdown: everything written is there."""
         self._after_restart()
 
     def read_journal(self, offset: int, length_bytes: int | None) -> bytes:
@@ -164,7 +165,7 @@ class MemoryDevice:
 
 
 class MemoryTier:
-    """A `Tier` in a dict. Not `enumerable`, it stands for one that stores share: `recover` yields nothing."""
+    """A `Tier` in a dict. If it is not `enumerable`, it is like a tier that stores share: `recover` yields nothing."""
 
     def __init__(self, capacity_bytes: int | None = None, *, name: str = "memory", enumerable: bool = True) -> None:
         self.name = name
@@ -211,7 +212,7 @@ class MemoryTier:
         return [found[0] if found else None for found in held]
 
     def close(self) -> None:
-        """Nothing to let go of: what a test wrote can still be looked at."""
+        """Nothing to release: a test can still look at what was written."""
 
 
 def _shorter(held_bytes: int, wanted_bytes: int) -> IntegrityError:
