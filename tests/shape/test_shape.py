@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,21 +14,20 @@ from kvtally.errors import CODES
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kvtally"
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
-PURE = ("kvtally.core", "kvtally.wire")
-# Value modules only. Time, randomness, files, sockets, threads and logs are the shell's.
-PURE_MAY_IMPORT = {
-    *("kvtally.core", "kvtally.wire", "kvtally.errors", "blake3", "msgspec", "numpy", "xxhash"),
+EVERYBODY_MAY_IMPORT = ("errors", "__version__")
+# What is pure may import: values only. Time, randomness, files, sockets, threads and logs are the shell's.
+VALUES = {
+    *("kvtally.errors", "blake3", "msgspec", "numpy", "xxhash"),
     *("__future__", "abc", "array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq"),
     *("itertools", "math", "operator", "struct", "sys", "typing"),
 }
-# Programs that other processes start inside an engine's environment; nothing imports them.
-INSIDE_ENGINES = (
-    "kvtally.testing.runner",
-    "kvtally.bench.engine",
-)
-SIBLINGS = ("kvtally.store", "kvtally.router", "kvtally.vllm")
-ENGINE_SIDE = ("kvtally.client", "kvtally.connection", "kvtally.link", "kvtally.shm", "kvtally.device")
+PURE = ("kvtally.core", "kvtally.wire")
+# Run in the engine's own threads, and have none.
+WITHOUT_THREADS = ("kvtally.client", "kvtally.connection", "kvtally.handles", "kvtally.link", "kvtally.shm")
+THREADS = ("asyncio", "concurrent", "multiprocessing", "queue", "threading", "uvloop")
+KNOW_VLLM = ("kvtally.vllm", "kvtally.testing.runner", "kvtally.bench.engine")
 PICKLES = ("pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve")
 
 # Where anything may be caught: the engine's edge and the supervisors of threads and tasks. Each logs what it caught.
@@ -60,23 +60,80 @@ def imports(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module or '.'}.{alias.name}" for alias in node.names)
+            yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
 
 
-def pure_core(module: str, tree: ast.Module) -> Iterator[str]:
-    if within(module, PURE):
-        yield from (f"imports {name}" for name in imports(tree) if not within(name, PURE_MAY_IMPORT))
+@cache
+def may_import() -> dict[str, frozenset[str]]:
+    """The table of architecture.md: for each package, those that it may import."""
+    rows = re.findall(r"^\| (`kvtally\..*) \| .* \| (.*) \|$", ARCHITECTURE, re.MULTILINE)
+    named = [([name.removeprefix("kvtally.") for name in words(left)], right) for left, right in rows]
+    everybody = frozenset(name for left, _ in named for name in left)
+    found: dict[str, frozenset[str]] = {}
+    for left, right in named:
+        if right.startswith("anything"):
+            allowed = everybody.difference(words(right))
+        else:
+            assert right == "nothing" or right == ", ".join(f"`{name}`" for name in words(right)), right
+            allowed = frozenset(words(right))
+        assert allowed <= everybody, f"{right} names what the table does not have"
+        for name in left:
+            assert name not in found, f"{name} is in the table twice"
+            found[name] = allowed.union(left)
+    return found
+
+
+def words(text: str) -> list[str]:
+    """What stands in backticks."""
+    return re.findall(r"`([^`]+)`", text)
+
+
+@cache
+def deciders() -> tuple[list[str], list[str]]:
+    """Of the store's modules: those that decide, and those that carry out, as architecture.md has them."""
+    row = re.search(
+        r"^\| `kvtally\.store` \| the daemon\. (.*) decide and do no I/O; (.*) carry out \|", ARCHITECTURE, re.M
+    )
+    assert row is not None
+    return words(row[1]), words(row[2])
+
+
+def package(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
 
 
 def import_direction(module: str, tree: ast.Module) -> Iterator[str]:
+    if module == "kvtally":
+        return
+    allowed = may_import().get(package(module))
+    if allowed is None:
+        yield "is in no row of architecture.md's table"
+        return
     for name in imports(tree):
-        for sibling in SIBLINGS:
-            if within(name, (sibling,)) and within(module, SIBLINGS) and not within(module, (sibling,)):
-                yield f"imports {name}, a sibling"
-        if within(module, ENGINE_SIDE) and within(name, ("kvtally.store",)):
-            yield f"imports {name}: an engine talks to a store, it does not contain one"
-        if within(name, ("vllm",)) and not within(module, ("kvtally.vllm", *INSIDE_ENGINES)):
-            yield f"imports {name}: only kvtally.vllm knows the engine"
+        if name.startswith("."):
+            yield f"imports {name}: say where it is from the top"
+        if within(name, ("kvtally",)) and package(name) not in {*allowed, *EVERYBODY_MAY_IMPORT, ""}:
+            yield f"imports {name}, which architecture.md does not allow"
+
+
+def pure_parts(module: str, tree: ast.Module) -> Iterator[str]:
+    decide = {f"kvtally.store.{name}" for name in deciders()[0]}
+    allowed = {*VALUES, *PURE}
+    if module in decide or module == "kvtally.store.tiers.base":
+        allowed |= {*decide, "kvtally.store.tiers.base"}
+    elif not within(module, PURE):
+        return
+    yield from (f"imports {name}" for name in imports(tree) if not within(name, allowed))
+
+
+def no_threads(module: str, tree: ast.Module) -> Iterator[str]:
+    if module in WITHOUT_THREADS:
+        yield from (f"imports {name}" for name in imports(tree) if within(name, THREADS))
+
+
+def only_the_connector_knows_vllm(module: str, tree: ast.Module) -> Iterator[str]:
+    if not within(module, KNOW_VLLM):
+        yield from (f"imports {name}" for name in imports(tree) if within(name, ("vllm",)))
 
 
 def no_pickle(module: str, tree: ast.Module) -> Iterator[str]:
@@ -91,10 +148,15 @@ def no_broad_except(module: str, tree: ast.Module) -> Iterator[str]:
         for handler in ast.walk(node)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.ExceptHandler) and node not in allowed:
-            names = {part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)} if node.type else {"(all)"}
-            if broad := names & {"Exception", "BaseException", "(all)"}:
-                yield f"line {node.lineno} catches {', '.join(sorted(broad))}"
+        if isinstance(node, ast.ExceptHandler) and node not in allowed and is_broad(node):
+            yield f"line {node.lineno} catches everything"
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    if handler.type is None:
+        return True
+    names = {part.id for part in ast.walk(handler.type) if isinstance(part, ast.Name)}
+    return bool(names & {"Exception", "BaseException"})
 
 
 def has_docstring(module: str, tree: ast.Module) -> Iterator[str]:
@@ -110,14 +172,47 @@ def known_codes(module: str, tree: ast.Module) -> Iterator[str]:
             yield from (f"line {node.lineno} uses {code}, which errors.CODES does not explain" for code in unknown)
 
 
-RULES: dict[Rule, tuple[str, str]] = {
-    # rule: a module and a source that break it
-    pure_core: ("kvtally.core.keys", "import time"),
-    import_direction: ("kvtally.client", "from kvtally.store import arena"),
-    no_pickle: ("kvtally.bench.store", "def f():\n    from pickle import loads"),
-    no_broad_except: ("kvtally.store.mover", "try:\n    pass\nexcept (OSError, Exception):\n    pass"),
-    has_docstring: ("kvtally.config", "import os"),
-    known_codes: ("kvtally.config", "code = 'KV-999'"),
+RULES: dict[Rule, list[tuple[str, str]]] = {
+    # rule: modules and sources that break it
+    import_direction: [
+        ("kvtally.core.keys", "import kvtally.wire"),
+        ("kvtally.wire.frames", "from kvtally.config import units"),
+        ("kvtally.client", "from kvtally.store import arena"),
+        ("kvtally.device.cuda", "import kvtally.store"),
+        ("kvtally.store.server", "import kvtally.router.app"),
+        ("kvtally.store.server", "from kvtally.client import StoreClient"),
+        ("kvtally.router.app", "from kvtally import vllm"),
+        ("kvtally.router.stores", "from kvtally.client import StoreClient"),
+        ("kvtally.vllm.worker", "def f():\n    from kvtally.store.server import run"),
+        ("kvtally.verify.run", "from kvtally.up.file import read"),
+        ("kvtally.up.plan", "import kvtally.bench.route"),
+        ("kvtally.testing.sim", "from kvtally.bench import report"),
+        ("kvtally.bench.repeat", "from kvtally.cli import render"),
+        ("kvtally.processes", "from kvtally.testing import engine"),
+        ("kvtally.router.app", "from ..store import arena"),
+        ("kvtally.brand_new", "import os"),
+    ],
+    pure_parts: [
+        ("kvtally.core.keys", "import time"),
+        ("kvtally.wire.frames", "from socket import socket"),
+        ("kvtally.core.space", "def f():\n    import random"),
+        ("kvtally.store.leases", "import logging"),
+        ("kvtally.store.store", "from kvtally.store.mover import Mover"),
+        ("kvtally.store.tiers.base", "import os"),
+    ],
+    no_threads: [("kvtally.link", "import threading"), ("kvtally.client", "from concurrent import futures")],
+    only_the_connector_knows_vllm: [
+        ("kvtally.store.server", "from vllm import LLM"),
+        ("kvtally.testing.engines", "import vllm.config"),
+    ],
+    no_pickle: [("kvtally.bench.store", "def f():\n    from pickle import loads")],
+    no_broad_except: [
+        ("kvtally.store.mover", "try:\n    pass\nexcept (OSError, Exception):\n    pass"),
+        ("kvtally.vllm.worker", "try:\n    pass\nexcept:\n    pass"),
+        ("kvtally.config", "try:\n    pass\nexcept* BaseException:\n    pass"),
+    ],
+    has_docstring: [("kvtally.config", "import os")],
+    known_codes: [("kvtally.config", "code = 'KV-999'")],
 }
 
 
@@ -131,23 +226,37 @@ def test_every_module_keeps(rule: Rule) -> None:
     assert not broken, "\n".join(broken)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_rule_finds_what_it_is_for(rule: Rule) -> None:
-    module, source = RULES[rule]
+@pytest.mark.parametrize(
+    ("rule", "module", "source"),
+    [pytest.param(rule, *broken, id=f"{rule.__name__}-{broken[0]}") for rule in RULES for broken in RULES[rule]],
+)
+def test_rule_finds_what_it_is_for(rule: Rule, module: str, source: str) -> None:
     assert list(rule(module, ast.parse(source)))
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("kvtally.store.server", "import kvtally.router.app"),
-        ("kvtally.router.app", "from kvtally import vllm"),
-        ("kvtally.store.server", "from vllm import LLM"),
-        ("kvtally.device.cuda", "import kvtally.store"),
-    ],
-)
-def test_wrong_directions_are_found(module: str, source: str) -> None:
-    assert list(import_direction(module, ast.parse(source)))
+def test_every_row_of_the_table_is_there() -> None:
+    assert {package(module) for module in modules()} - {""} == may_import().keys()
+
+
+def test_every_module_of_the_store_decides_or_carries_out() -> None:
+    decide, carry_out = deciders()
+    there = {module.split(".")[2] for module in modules() if module.startswith("kvtally.store.")}
+    assert sorted(decide + carry_out) == sorted(there)
+
+
+def test_where_anything_may_be_caught_something_is() -> None:
+    """An entry that nobody needs any more would hide the next one."""
+    without = {
+        (module, name)
+        for module, name in MAY_CATCH_ALL
+        if not any(
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.name == name
+            and any(isinstance(part, ast.ExceptHandler) and is_broad(part) for part in ast.walk(node))
+            for node in ast.walk(ast.parse(modules()[module].read_text(encoding="utf-8")))
+        )
+    }
+    assert without == set()
 
 
 def test_every_code_is_explained_to_operators() -> None:
