@@ -2,16 +2,18 @@
 
 The router has no tokenizer, so a prompt is known by its bytes: `prints_of` makes a chain of digests of its beginnings,
 `PrefixMap` remembers which instance has seen which, `choose` picks one, `skip_prefill` says when prefill need not see
-the request. Pure: time is an argument, and equal arguments give equal answers.
+the request, `Pace` when a prefill instance has been silent for too long. Pure: time is an argument, and equal arguments
+give equal answers.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 from blake3 import blake3
@@ -20,6 +22,7 @@ STEP_BYTES = 512  # the first boundaries; later ones lie an eighth of their posi
 PARTS = 16  # of a prompt's parts (messages), the ends of so many last ones are boundaries too
 DIGEST_BYTES = 16
 BYTES_PER_TOKEN = 4  # a rough word for text; token ids are printed as 4 bytes each
+LEAST_SILENCE_S, SEVERAL = 2.0, 5  # a prefill is silent after so many times its usual time, and not before 2 s
 SLACK = 4  # so many requests more than the least loaded one may an instance have that holds the prefix
 
 
@@ -175,3 +178,60 @@ def skip_prefill(prompt_bytes: int, proved_bytes: int, *, from_tokens: int) -> S
     if prompt_bytes - proved_bytes < from_bytes:
         return Skip.HELD
     return None
+
+
+class Pace:
+    """How long one prefill instance usually takes for a prompt, and whether it has fallen silent.
+
+    Silent means: for several times as long as the longest prompt under way usually takes, the instance has answered
+    nobody. A queue is not silence, because those at its front are answered. Prompts are told apart by how many bytes of
+    them the instance has to compute, in powers of two. `now_s` is any clock that only grows.
+    """
+
+    def __init__(self) -> None:
+        self.is_silent = False  # since it was found silent, until it answers
+        self._usual_s: dict[int, float] = {}  # by size class
+        self._under_way: dict[Hashable, tuple[int, float]] = {}  # by leg: size class, begin
+        self._heard_s = 0.0
+
+    def began(self, leg: Hashable, compute_bytes: int, now_s: float) -> None:
+        self._under_way[leg] = compute_bytes.bit_length(), now_s
+
+    def ended(self, leg: Hashable, took_s: float | None) -> None:
+        """A leg is over; `took_s` is None where the instance did not answer it."""
+        size, _ = self._under_way.pop(leg)
+        if took_s is not None:
+            self._learn(size, took_s)
+
+    def heard(self, now_s: float) -> None:
+        """The instance answered something."""
+        self._heard_s, self.is_silent = now_s, False
+
+    def usual_s(self, size: int) -> float | None:
+        """What a prompt of this size class usually takes. Of a class never seen: what the next larger one takes, or
+        in proportion to the largest one seen. None where no prompt was ever answered."""
+        larger = [known for known in self._usual_s if known >= size]
+        if larger:
+            return self._usual_s[min(larger)]
+        largest = max(self._usual_s, default=None)
+        return None if largest is None else self._usual_s[largest] * 2.0 ** (size - largest)
+
+    def fell_silent(self, now_s: float) -> list[Hashable]:
+        """The legs to give up: all of them, or none."""
+        if not self._under_way:
+            return []
+        usual_s = [self.usual_s(size) or inf for size, _ in self._under_way.values()]
+        begun_s = min(begin_s for _, begin_s in self._under_way.values())
+        silence_s = now_s - max(begun_s, self._heard_s)
+        if silence_s <= max(LEAST_SILENCE_S, SEVERAL * max(usual_s)):
+            return []
+        if not self.is_silent:  # perhaps this prompt just takes longer than others did: allow the next one more time
+            self._learn(max(size for size, _ in self._under_way.values()), silence_s)
+        self.is_silent = True
+        return list(self._under_way)
+
+    def _learn(self, size: int, took_s: float) -> None:
+        """Slow ones count more than fast ones, which may have found their prompts cached; but no single one doubles it
+        more than once."""
+        known_s = self._usual_s.get(size, took_s)
+        self._usual_s[size] = min(took_s, 2 * known_s) if took_s > known_s else known_s + (took_s - known_s) / 16

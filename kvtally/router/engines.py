@@ -58,6 +58,7 @@ async def start(member: Member, leg: Leg, *, is_last: bool = True) -> Started | 
     try:
         response = await member.client.request(leg.method, leg.path, leg.headers, leg.body, may_repeat=leg.may_repeat)
         first = await response.read()
+        member.was_heard = True
         if response.status in RETRIED_STATUSES and not is_last:
             response.close()
             return Failure(f"status_{response.status}", f"{member.name} answered {response.status}")

@@ -14,11 +14,12 @@ import asyncio
 import errno
 import logging
 from collections.abc import Callable, Collection, Sequence
+from typing import cast
 
 import aiohttp
 
 from kvtally.config.instances import Instance
-from kvtally.core.routing import Candidate, Held, choose
+from kvtally.core.routing import Candidate, Held, Pace, choose
 from kvtally.errors import ConfigError
 from kvtally.router.upstream import EngineClient
 
@@ -35,7 +36,10 @@ OUR_FAULT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, 
 class Member:
     """One instance as the router sees it."""
 
-    __slots__ = ("_silent", "client", "instance", "is_draining", "is_up", "legs", "name", "problem", "unfiled")
+    __slots__ = (
+        *("_unanswered", "client", "instance", "is_draining", "is_up", "legs", "name", "pace", "problem", "unfiled"),
+        *("was_heard",),
+    )
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
@@ -46,7 +50,9 @@ class Member:
         self.problem = ""  # why it is down
         self.legs = 0  # requests in flight
         self.unfiled = 0  # receipts in a row that it did not file
-        self._silent = 0
+        self.pace = Pace()  # of prefill legs, which are timeouts that `sweep` may bring forward
+        self.was_heard = False  # since the last sweep
+        self._unanswered = 0  # health checks in a row
 
     @property
     def state(self) -> str:
@@ -66,18 +72,28 @@ class Member:
         self.client.give_up(f"it went down, {problem}")
 
     def was_silent(self) -> None:
-        self._silent += 1
-        if self._silent >= MOST_SILENT_CHECKS:
-            self.went_down(f"no answer to {self._silent} health checks")
+        self._unanswered += 1
+        if self._unanswered >= MOST_SILENT_CHECKS:
+            self.went_down(f"no answer to {self._unanswered} health checks")
 
     def came_up(self) -> bool:
         """True where it was down before: whatever it held may be gone."""
-        self._silent, self.problem = 0, ""
+        self._unanswered, self.problem = 0, ""
         if self.is_up:
             return False
         self.is_up = True
         logger.info("instance %s is up", self.name)
         return True
+
+    def sweep(self, awake_s: float) -> None:
+        """End waits that have lasted too long, for any byte of an answer or for a prefill that fell silent."""
+        self.client.sweep()
+        if self.was_heard:
+            self.was_heard = False
+            self.pace.heard(awake_s)
+        now_s = asyncio.get_running_loop().time()
+        for leg in self.pace.fell_silent(awake_s):
+            cast("asyncio.Timeout", leg).reschedule(now_s)
 
 
 class Group:
@@ -102,6 +118,7 @@ class Pool:
 
     def __init__(self, prefill: Sequence[Instance], decode: Sequence[Instance], *, timeout_s: float) -> None:
         self.members: dict[str, Member] = {}
+        self.awake_s = 0.0  # a clock that stands still while the router itself gets no processor
         self._timeout_s = timeout_s
         self.prefill = Group([self._member(instance) for instance in prefill])
         self.decode = Group([self._member(instance) for instance in decode])
@@ -118,10 +135,13 @@ class Pool:
 
     async def sweep(self) -> None:
         """Keep the deadlines of all legs, until cancelled."""
+        loop = asyncio.get_running_loop()
         while True:
+            begun_s = loop.time()
             await asyncio.sleep(SWEEP_S)
+            self.awake_s += min(loop.time() - begun_s, 2 * SWEEP_S)
             for member in self.members.values():
-                member.client.sweep()
+                member.sweep(self.awake_s)
 
     def _member(self, instance: Instance) -> Member:
         member = self.members.setdefault(instance.name, Member(instance))

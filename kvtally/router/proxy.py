@@ -205,10 +205,12 @@ class Proxy:
             self._tally.skipped[skip] += 1
             return self._alone(trip, skip=skip)
         held = self._prefill_seen.holders(trip.prints, time.monotonic_ns())
+        # One that fell silent gets one request at a time, until it answers.
+        silent = [member for member in self._pool.prefill.members if member.pace.is_silent and member.legs]
         tried: list[Member] = []
-        reason = "down"
+        reason = "silent" if silent else "down"
         while len(tried) < PREFILL_ATTEMPTS:
-            member = self._pool.prefill.pick(held, besides=tried)
+            member = self._pool.prefill.pick(held, besides=[*tried, *silent])
             if member is None:
                 break
             if tried:
@@ -216,7 +218,8 @@ class Proxy:
                 trip.record.retries += 1
                 self._tally.retries["prefill"] += 1
             tried.append(member)
-            answer = await self._ask_prefill(trip, member)
+            seen_bytes = held[member.name].seen_bytes if member.name in held else 0
+            answer = await self._ask_prefill(trip, member, trip.prompt_bytes - seen_bytes)
             if not isinstance(answer, Failure):
                 return answer
             reason = answer.reason
@@ -226,7 +229,7 @@ class Proxy:
         record.prefill = f"failed:{reason}"
         return self._alone(trip, note=f"prefill_{reason}")
 
-    async def _ask_prefill(self, trip: Trip, member: Member) -> Plan | Whole | Failure:
+    async def _ask_prefill(self, trip: Trip, member: Member, compute_bytes: int) -> Plan | Whole | Failure:
         """One attempt. A Whole is an answer that the client gets as it is."""
         begun_ms = trip.elapsed_ms
         member.legs += 1
@@ -236,7 +239,7 @@ class Proxy:
             headers = trip.engine_headers(self._config)
             headers.update(opening.headers)
             body = bodies.encode(trip.fields, {**overlay, "kv_transfer_params": opening.params})
-            answer = await ask(member, Leg(trip.path, headers, body))
+            answer = await self._ask_in_time(member, Leg(trip.path, headers, body), compute_bytes)
         except (OSError, ValueError) as error:  # of `open`
             return Failure("bootstrap", f"{member.instance.bootstrap} cannot be asked: {error}")
         finally:
@@ -266,6 +269,25 @@ class Proxy:
         found = [ids for ids in (told.prompt_token_ids, choice.prompt_token_ids) if bytes(ids).startswith(b"[")]
         overlay = bodies.handoff_overlay(trip.kind, trip.fields, found[0] if found else None, handoff.params)
         return Plan({**overlay, **self._salt(trip)}, handoff.half)
+
+    async def _ask_in_time(self, member: Member, leg: Leg, compute_bytes: int) -> Whole | Failure:
+        """Ask prefill, and give up where it falls silent. A strict router waits: it would refuse decode's answer."""
+        if self._config.strict:
+            return await ask(member, leg)
+        begun_s, took_s = time.monotonic(), None
+        limit = asyncio.timeout(None)
+        member.pace.began(limit, compute_bytes, self._pool.awake_s)
+        try:
+            async with limit:
+                answer = await ask(member, leg)
+            if isinstance(answer, Whole) and answer.status == 200:
+                took_s = time.monotonic() - begun_s
+            return answer
+        except TimeoutError:
+            message = f"{member.name} has answered nobody for much longer than such a prompt takes"
+            return Failure("silent", message, is_final=True)
+        finally:
+            member.pace.ended(limit, took_s)
 
     def _alone(self, trip: Trip, *, note: str = "", skip: Skip | None = None) -> Plan:
         """Decode computes what it does not hold."""

@@ -7,10 +7,13 @@ from hypothesis import strategies as st
 
 from kvtally.core.routing import (
     BYTES_PER_TOKEN,
+    LEAST_SILENCE_S,
+    SEVERAL,
     SLACK,
     STEP_BYTES,
     Candidate,
     Held,
+    Pace,
     PrefixMap,
     Print,
     Skip,
@@ -160,3 +163,86 @@ def test_prefill_is_skipped_where_little_is_left_to_compute(prompt: int, proved:
     left = prompt - min(proved, prompt)
     assert (skip is not None) == (left < from_tokens * BYTES_PER_TOKEN)
     assert (skip is Skip.SHORT) == (prompt < from_tokens * BYTES_PER_TOKEN)
+
+
+TAKES = st.floats(0.001, 20.0)
+
+
+def answered(pace: Pace, size_bytes: int, took_s: float) -> None:
+    pace.began("earlier", size_bytes, 0.0)
+    pace.ended("earlier", took_s)
+
+
+@given(st.integers(0, 1 << 25), TAKES)
+def test_a_silent_prefill_is_given_up_after_several_times_the_usual(size_bytes: int, took_s: float) -> None:
+    pace = Pace()
+    answered(pace, size_bytes, took_s)
+    patience_s = max(LEAST_SILENCE_S, SEVERAL * took_s)
+    for leg in range(3):
+        pace.began(leg, size_bytes, 100.0)
+    assert pace.fell_silent(100.0 + patience_s - 0.001) == []
+    assert not pace.is_silent
+    assert pace.fell_silent(100.0 + patience_s + 0.001) == [0, 1, 2]
+    assert pace.is_silent
+    pace.heard(200.0)
+    assert not pace.is_silent
+
+
+@given(TAKES, st.lists(st.floats(0.0, 1.9), min_size=1, max_size=50))
+def test_a_queue_is_not_silence(took_s: float, gaps_s: list[float]) -> None:
+    """Somebody is answered before two seconds are over, again and again, while the last of the queue waits."""
+    pace = Pace()
+    answered(pace, 1_000, took_s)
+    now_s = 0.0
+    pace.began("last", 1_000, now_s)
+    for gap_s in gaps_s:
+        now_s += gap_s
+        assert pace.fell_silent(now_s) == []
+        pace.heard(now_s)
+
+
+@given(st.integers(0, 1 << 25), st.floats(0.0, 1e6))
+def test_nobody_is_given_up_before_anything_is_known(size_bytes: int, now_s: float) -> None:
+    pace = Pace()
+    pace.began("first", size_bytes, 0.0)
+    assert pace.fell_silent(now_s) == []
+
+
+def test_a_longer_prompt_may_take_longer_and_a_shorter_one_as_long() -> None:
+    pace = Pace()
+    answered(pace, 1_000, 1.0)
+    known = (1_000).bit_length()
+    assert pace.usual_s(known + 3) == 8.0
+    assert pace.usual_s(known - 3) == 1.0
+    pace.began("short", 1_000, 0.0)
+    pace.began("long", 8_000, 0.0)  # whoever waits behind it waits for it
+    assert pace.fell_silent(8 * SEVERAL - 0.1) == []
+    assert pace.fell_silent(8 * SEVERAL + 0.1) == ["short", "long"]
+
+
+def test_what_was_taken_for_silence_once_is_allowed_more_time() -> None:
+    """Prompts that were cached at prefill were fast; the first that is not must not be given up for ever."""
+    pace = Pace()
+    answered(pace, 1_000, 1.0)
+    pace.began("first", 1_000, 0.0)
+    assert pace.fell_silent(SEVERAL + 0.1) == ["first"]
+    pace.ended("first", None)
+    pace.began("second", 1_000, 10.0)
+    assert pace.fell_silent(10.0 + SEVERAL + 0.1) == []
+    usual_s = pace.usual_s((1_000).bit_length())
+    assert usual_s == 2.0
+    assert pace.fell_silent(10.0 + 2 * SEVERAL + 0.1) == ["second"]
+    assert pace.usual_s((1_000).bit_length()) == usual_s  # known to be silent: nothing is learned from that
+
+
+@given(st.lists(TAKES, min_size=1, max_size=100))
+def test_one_slow_answer_at_most_doubles_what_is_usual(times_s: list[float]) -> None:
+    pace = Pace()
+    usual_s: float | None = None
+    for took_s in times_s:
+        answered(pace, 1_000, took_s)
+        now_s = pace.usual_s((1_000).bit_length())
+        assert now_s is not None
+        assert min(times_s) <= now_s <= max(times_s)
+        assert usual_s is None or now_s <= 2 * usual_s
+        usual_s = now_s

@@ -22,7 +22,7 @@ from kvtally.router.pool import Member, check
 from kvtally.router.stores import StoreReader
 from tests.unit.fake_vllm import Seen
 from tests.unit.router_kit import LONG, Kit, a_store, kit, run
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, comes_about
 
 
 @pytest.fixture
@@ -191,6 +191,69 @@ class TestInstances:
                     name = it.decode[0].name
                     told = (await it.send("POST", f"{path}?instance={name}", headers=headers)).json()
                     assert told["state"] == "draining"
+
+        run(test)
+
+
+class TestSilence:
+    """A prefill whose process is stopped answers nobody, and takes connections all the same."""
+
+    @pytest.fixture(autouse=True)
+    def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvtally.core.routing.LEAST_SILENCE_S", 0.05)
+        monkeypatch.setattr("kvtally.router.pool.SWEEP_S", 0.02)
+
+    def test_decode_computes_what_a_silent_prefill_does_not(self, tmp_path: Path, store: str) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, store=store, timeout_s=3_600) as it:
+                assert (await it.ask(f"first {LONG}")).verdict == "proved"
+                it.prefill[0].pause.clear()
+                reply = await it.ask(f"second {LONG}")
+                assert (reply.status, reply.prefill) == (200, "failed:silent")
+                assert reply.verdict == "recomputed:prefill_silent"
+                async with asyncio.timeout(HANG_S):
+                    await it.prefill[0].seen[1].is_over.wait()  # and prefill is told that nobody waits
+                it.prefill[0].pause.set()
+                assert (await it.ask(f"third {LONG}")).verdict == "proved"
+                assert (await it.ask(f"fourth {LONG}")).verdict == "proved"
+
+        run(test)
+
+    def test_only_one_request_at_a_time_tries_a_prefill_that_fell_silent(
+        self, tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, store=store, timeout_s=3_600) as it:
+                engine = it.prefill[0]
+                await it.ask(f"first {LONG}")
+                engine.pause.clear()
+                await it.ask(f"second {LONG}")
+                monkeypatch.setattr("kvtally.core.routing.LEAST_SILENCE_S", 10 * HANG_S)  # who tries now waits
+                engine.arrived.clear()
+                trying = asyncio.create_task(it.ask(f"third {LONG}"))
+                async with asyncio.timeout(HANG_S):
+                    await engine.arrived.wait()
+                others = await asyncio.gather(*(it.ask(f"{number} {LONG}") for number in range(5)))
+                assert {reply.verdict for reply in others} == {"recomputed:prefill_silent"}
+                assert len(engine.seen) == 3
+                engine.pause.set()
+                assert (await trying).verdict == "proved"
+
+        run(test)
+
+    def test_a_strict_router_waits_for_the_proof(self, tmp_path: Path, store: str) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, store=store, strict=True) as it:
+                await it.ask(f"first {LONG}")
+                it.prefill[0].pause.clear()
+                it.prefill[0].arrived.clear()
+                asked = asyncio.create_task(it.ask(f"second {LONG}"))
+                async with asyncio.timeout(HANG_S):
+                    await it.prefill[0].arrived.wait()
+                pool = it.router._sources.pool
+                await comes_about(lambda begun_s=pool.awake_s: pool.awake_s > begun_s + 1.0)
+                it.prefill[0].pause.set()
+                assert (await asked).verdict == "proved"
 
         run(test)
 
