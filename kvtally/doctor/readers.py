@@ -107,12 +107,20 @@ def assemble(all_found: Sequence[Found]) -> list[Deployment]:
 
 
 def _give_roles(deployment: Deployment) -> None:
-    """A router that names ports says what the engines behind them are for."""
+    """A router that names ports says what the engines behind them are for.
+
+    A name alone does not make an engine half of a pair: llm-d calls its only engines `decode`.
+    """
     sides = {port: role for router in deployment.routers for port, role in router.sides.items()}
     for instance in deployment.instances:
         port = instance.flags.get("port")
         if instance.role is Role.BOTH and port is not None and port.text in sides:
             instance.role = sides[port.text]
+    said = [connector.fields.get("kv_role") for each in deployment.instances for connector in each.connectors()]
+    is_half = any(role is not None and role.text in ("kv_producer", "kv_consumer") for role in said)
+    if len({instance.role for instance in deployment.instances}) == 1 and not is_half:
+        for instance in deployment.instances:
+            instance.role = Role.BOTH
 
 
 def _gather_lmcache(instance: Instance, files: dict[str, dict[str, Value]]) -> None:
@@ -474,8 +482,6 @@ def _read_llm_d_values(tree: Node, file: str, found: Found) -> None:
                 instance.flags.setdefault("model", model.value)
         deployment.instances += parts.instances
         deployment.routers += parts.routers
-    if len(deployment.instances) == 1:
-        deployment.instances[0].role = Role.BOTH
     proxy = tree.get("routing", "proxy")
     if not deployment.routers and proxy.get("enabled").text.lower() != "false":
         connector = proxy.get("connector")
@@ -656,7 +662,6 @@ _KINDS: dict[str, Reader] = {
     "ModelServing": _read_model_serving,
     "ModelServer": _read_model_server,
     "LLMInferenceService": _read_llm_inference_service,
-    "LLMInferenceServiceConfig": _read_llm_inference_service,
     "ConfigMap": _read_config_map,
 }
 # Files without a kind, by what they hold; the first that fits.

@@ -283,7 +283,7 @@ def test_ways_to_write_a_container(container: str) -> None:
     )
     (deployment,) = of_text(text)
     (instance,) = deployment.instances
-    assert (instance.role, instance.replicas) == ("decode", 3)
+    assert (instance.name, instance.replicas) == ("decode", 3)
     assert instance.connectors()[0].name == "LMCacheConnectorV1"
 
 
@@ -292,6 +292,14 @@ def test_roles_follow_from_the_ports_that_a_router_names() -> None:
     text += "kvtally route --prefill http://a:1111 --decode http://a:2222 --flavour lmcache"
     (deployment,) = of_text(text, "all.sh")
     assert [each.role for each in deployment.instances] == ["prefill", "decode"]
+
+
+def test_a_name_alone_makes_no_half_of_a_pair() -> None:
+    """llm-d calls its only engines decode."""
+    values = (HERE / "llm-d-values.yaml").read_text(encoding="utf-8").partition("\nprefill:")[0]
+    (deployment,) = of_text(values)
+    assert [each.role for each in deployment.instances] == ["both"]
+    assert not deployment.is_disaggregated
 
 
 # ---- what is not examined is said
