@@ -3,20 +3,19 @@
     for each probe:   engine, each time with another salt ─▶ the reference, and how far the engine itself deviates
                       router, twice                       ─▶ answer, receipt, and the decode engine's counters
 
-Owns the order of the requests and the reading of answers. Nothing it asks for can be reused from anybody else: prompts
+Owns the order of the requests. Nothing it asks for can be reused from anybody else: prompts
 are random, and a salt shuts the engines' and the store's caches for the reference. Blocking; every request has a
-deadline. Neighbours: `probes` (what to ask), `http`, `judge`.
+deadline. Neighbours: `probes` (what to ask), `http`, `reading`, `judge`.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from kvtally.core.answers import TOLERANCE, compare
 from kvtally.core.namespace import chunk_tokens
@@ -36,6 +35,7 @@ from kvtally.verify.judge import (
     tolerance,
 )
 from kvtally.verify.probes import MAX_TOKENS, TURN_TOKENS, Shape, shapes, words
+from kvtally.verify.reading import Instances, Models, Tokenized, decode, failure, read_answer, samples
 
 COUNTERS_S = 2.0  # vLLM counts a prompt a moment after it has answered
 RECEIPT_S = 1.0  # the router keeps a receipt when the response has ended
@@ -81,13 +81,13 @@ class _Run:
     ) -> None:
         self._router = router
         self._dice = dice
-        instances = _decode(router, router.call("/instances"), _Instances)
+        instances = decode(router, router.call("/instances"), Instances)
         self._prefills = [connect(url) for url in instances.having("prefill")]
         self._engines = {_name(url): connect(url) for url in instances.having("decode")}
         if direct is not None:
             self._engines[_name(direct.url)] = direct
         self._direct = direct or next(iter(self._engines.values()))
-        self._model = _decode(router, router.call("/v1/models"), _Models).data[0]
+        self._model = decode(router, router.call("/v1/models"), Models).data[0]
         self._block_tokens = self._read_block_tokens()
 
     def report(self, seen: Callable[[Observation], None]) -> Report:
@@ -154,12 +154,12 @@ class _Run:
     def _ask(self, engine: Server, tokens: Sequence[int], max_tokens: int) -> Answer:
         salt = f"kvtally-verify-{self._dice.getrandbits(128):032x}"
         body = self._body(tokens, cache_salt=salt, max_tokens=max_tokens)
-        return _answer(engine, engine.call("/v1/completions", body))
+        return read_answer(engine, engine.call("/v1/completions", body))
 
     def _tokens(self, count: int) -> list[int]:
         body = {"model": self._model.id, "prompt": words(self._dice, count), "add_special_tokens": True}
         response = self._direct.call("/tokenize", body)
-        tokens = _decode(self._direct, response, _Tokenized).tokens
+        tokens = decode(self._direct, response, Tokenized).tokens
         return tokens[:count]
 
     def _body(self, tokens: Sequence[int], **more: object) -> dict[str, object]:
@@ -188,9 +188,9 @@ class _Run:
             told = _told(response)
             if response.status != 200:
                 return msgspec.structs.replace(
-                    seen, told=told, failure=_failure(response), failure_reason=told.reason if told else ""
+                    seen, told=told, failure=failure(response), failure_reason=told.reason if told else ""
                 )
-            answer = _answer(self._router, response)
+            answer = read_answer(self._router, response)
         except TransportError as error:
             return msgspec.structs.replace(seen, failure=error.message)
         counted, uncounted = self._counted(told, before, len(probe.tokens))
@@ -216,7 +216,7 @@ class _Run:
             if time.monotonic() >= deadline_s:
                 return told
             time.sleep(AGAIN_S)
-        kept = _decode(self._router, response, _Kept)
+        kept = decode(self._router, response, _Kept)
         if kept.prefill is not None:
             told = msgspec.structs.replace(told, promised_tokens=kept.prefill.saved_tokens)
         if told.verdict != Verdict.MISSING or kept.decode is None:
@@ -257,7 +257,7 @@ class _Run:
         """The engine's totals since it started; None where they cannot be read."""
         sums = dict.fromkeys(SOURCES, 0)
         try:
-            for name, labels, value in _samples(engine):
+            for name, labels, value in samples(engine):
                 if name == BY_SOURCE and labels.get("source") in sums:
                     sums[labels["source"]] += int(value)
         except TransportError:
@@ -266,7 +266,7 @@ class _Run:
         return Counted(computed_tokens=computed, local_tokens=local, external_tokens=external)
 
     def _read_block_tokens(self) -> int:
-        for name, labels, _ in _samples(self._direct):
+        for name, labels, _ in samples(self._direct):
             if name == CACHE_CONFIG and labels.get("block_size", "").isdecimal():
                 return int(labels["block_size"])
         raise TransportError(
@@ -275,49 +275,7 @@ class _Run:
         )
 
 
-# ---- reading answers
-
-
-class _Instance(msgspec.Struct):
-    instance: str  # host:port, and a path perhaps
-    roles: list[str]
-
-
-class _Instances(msgspec.Struct):
-    """What is read of the router's /instances."""
-
-    instances: list[_Instance]
-
-    def having(self, role: str) -> list[str]:
-        return [f"http://{row.instance}" for row in self.instances if role in row.roles]
-
-
-class _Model(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
-class _Tokenized(msgspec.Struct):
-    tokens: list[int]
-
-
-class _Logprobs(msgspec.Struct):
-    tokens: list[str] = []
-    token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float] | None] = []
-
-
-class _Choice(msgspec.Struct):
-    text: str = ""
-    logprobs: _Logprobs | None = None
-
-
-class _Completion(msgspec.Struct):
-    choices: list[_Choice] = []
+# ---- what kvtally's router adds
 
 
 class _Saved(msgspec.Struct):
@@ -350,80 +308,12 @@ class _Kept(msgspec.Struct):
     decode: _Loaded | None = None
 
 
-T = TypeVar("T")
-
-
-def _decode(server: Server, response: Response, kind: type[T]) -> T:
-    if response.status != 200:
-        raise TransportError(
-            f"{server.url} said no: {_failure(response)}",
-            remedy="Check the model's name, the key and the engine's log.",
-        )
-    try:
-        return msgspec.json.decode(response.body, type=kind)
-    except msgspec.DecodeError as error:
-        raise TransportError(
-            f"{server.url} answered something else than a vLLM engine or a kvtally router would: {error}",
-            remedy="Check the address.",
-        ) from error
-
-
-def _failure(response: Response) -> str:
-    text = " ".join(response.body.decode(errors="replace").split())
-    return f"status {response.status}, {text[:500]}"
-
-
-def _samples(engine: Server) -> Iterator[tuple[str, dict[str, str], float]]:
-    response = engine.call("/metrics")
-    if response.status != 200:
-        raise TransportError(
-            f"{engine.url}/metrics: {_failure(response)}", remedy="Give an engine's address: --direct."
-        )
-    try:
-        for family in text_string_to_metric_families(response.body.decode()):
-            for sample in family.samples:
-                yield sample.name, sample.labels, sample.value
-    except ValueError as error:
-        raise TransportError(
-            f"{engine.url}/metrics cannot be read: {error}", remedy="Give an engine's address: --direct."
-        ) from error
-
-
 def _delta(before: Counted, now: Counted) -> Counted:
     return Counted(
         computed_tokens=now.computed_tokens - before.computed_tokens,
         local_tokens=now.local_tokens - before.local_tokens,
         external_tokens=now.external_tokens - before.external_tokens,
     )
-
-
-def _answer(server: Server, response: Response) -> Answer:
-    """Of a response, whole or streamed. Raises TransportError where it is neither."""
-    if response.headers.get("content-type", "").startswith("text/event-stream"):
-        events = [line[6:] for line in response.body.splitlines() if line.startswith(b"data: ")]
-        if not events or events.pop() != b"[DONE]":
-            raise TransportError("the stream broke off", remedy="Look at the router's log.")
-    else:
-        events = [response.body]
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    margins: list[float] = []
-    text = ""
-    for event in events:
-        for choice in _decode(server, response._replace(body=event), _Completion).choices:
-            text += choice.text
-            found = choice.logprobs or _Logprobs()
-            tokens += [int(token.removeprefix("token_id:")) for token in found.tokens]
-            logprobs += [value if value is not None else 0.0 for value in found.token_logprobs]
-            margins += [_margin(top or {}) for top in found.top_logprobs]
-    if not len(tokens) == len(logprobs) == len(margins) > 0:
-        raise TransportError("the answer has no logprobs", remedy="Start the engines with --max-logprobs 2 or more.")
-    return Answer(tokens=tokens, logprobs=logprobs, margins=margins, text=text)
-
-
-def _margin(top: Mapping[str, float]) -> float:
-    best = sorted(top.values(), reverse=True)[:2]
-    return best[0] - best[1] if len(best) == 2 else float("inf")
 
 
 def _told(response: Response) -> Told | None:
