@@ -11,12 +11,10 @@ directory; only the logs of a demo that failed are kept. Threading: none.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +22,13 @@ from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvtally.cli.demos import Step, is_proved, parser, print_json
 from kvtally.cli.render import read_stats
 from kvtally.client import Miss
 from kvtally.core.receipts import Verdict
@@ -54,28 +52,18 @@ SUMMARY = (
 )
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One step, as it went."""
-
-    step: str
+class Row(Step, frozen=True, kw_only=True):
     verdict: str
-    reused_tokens: int
-    computed_tokens: int
-    source: str
     answer_equal: bool
     seconds: float
-    proves: str
-    proved: bool
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="kvtally demo",
-        description="See prefill and decode share a KV cache on this machine, without a GPU: two vLLM servers, a "
-        "store, a router, and what each receipt proves. Two to five minutes.",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    options = parser.parse_args(arguments)
+    options = parser(
+        "demo",
+        "See prefill and decode share a KV cache on this machine, without a GPU: two vLLM servers, a store, a router, "
+        "and what each receipt proves. Two to five minutes.",
+    ).parse_args(arguments)
     if find_spec("vllm") is None:
         raise ConfigError(
             "vLLM is not installed beside this kvtally",
@@ -91,21 +79,19 @@ def main(arguments: Sequence[str]) -> int:
         except (TransportError, OSError, HTTPException) as error:
             what = error.message if isinstance(error, TransportError) else f"the demo broke off: {error!r}"
             raise TransportError(what, remedy=_kept_logs(directory)) from error
-        is_proved = bool(rows) and all(row.proved for row in rows)
-        kept = "" if is_proved else _kept_logs(directory)
+        kept = "" if is_proved(rows) else _kept_logs(directory)
     seconds = time.monotonic() - begun
     if options.json:
-        tree = {"proved": is_proved, "seconds": round(seconds, 1), "steps": rows}
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(tree), indent=2).decode() + "\n")
+        print_json(rows, seconds)
     else:
         console.print()
         console.print(_table(rows))
-        for paragraph in SUMMARY if is_proved else ("Not every step proved what it should.",):
+        for paragraph in SUMMARY if is_proved(rows) else ("Not every step proved what it should.",):
             console.print(Text(paragraph), highlight=False)
         console.print(f"[dim]{seconds:.0f} s[/dim]")
     if kept:
         console.print(kept, highlight=False, soft_wrap=True)
-    return 0 if is_proved else 1
+    return 0 if is_proved(rows) else 1
 
 
 def _kept_logs(directory: Path) -> str:

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvtally.cli.demos import Step, is_proved, parser, print_json
 from kvtally.cli.render import Stats, read_stats
 from kvtally.client import Miss, StoreClient
 from kvtally.core.geometry import runs
@@ -59,13 +60,11 @@ Tokens = list[int]
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="kvtally demo-store",
-        description="See it work on this machine, without a GPU: a store, two engines, kill -9, a flipped byte.",
+    accepted = parser(
+        "demo-store", "See it work on this machine, without a GPU: a store, two engines, kill -9, a flipped byte."
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)  # how the demo starts its engines
-    options = parser.parse_args(arguments)
+    accepted.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)  # how the demo starts its engines
+    options = accepted.parse_args(arguments)
     if options.engine:
         return _be_engine(*options.engine)
     begun = time.monotonic()
@@ -78,31 +77,18 @@ def main(arguments: Sequence[str]) -> int:
                 table.add(row)
     seconds = time.monotonic() - begun
     if table is None:
-        tree = {"proved": is_proved(rows), "seconds": round(seconds, 2), "steps": rows}
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(tree), indent=2).decode() + "\n")
+        print_json(rows, seconds)
     else:
         table.finish(rows, seconds)
     return 0 if is_proved(rows) else 1
 
 
-def is_proved(rows: Sequence[Row]) -> bool:
-    return bool(rows) and all(row.proved for row in rows)
-
-
 # ---- the story
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One step, as it went."""
-
-    step: str
-    reused_tokens: int
-    computed_tokens: int
-    source: str
+class Row(Step, frozen=True, kw_only=True):
     output_equal: bool
     reason: str  # why not more was reused: a MissReason, or empty
-    proves: str = ""
-    proved: bool = False
 
 
 class Prompts:
