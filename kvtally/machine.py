@@ -20,8 +20,8 @@ MOST_TRIES = 100  # of ports that may be taken
 
 
 def free_ports(count: int, proc: Path = Path("/proc")) -> list[int]:
-    """TCP ports of this machine that nobody has. It may take an engine's start until they are listened to, so they are
-    none of those that outgoing connections are given meanwhile. Raises OSError where there are too few."""
+    """Free TCP ports on this machine. An engine may take minutes until it listens on one, so they lie outside the range
+    from which the kernel serves outgoing connections. Raises OSError if there are too few."""
     outgoing: list[str] = []
     with suppress(OSError):
         outgoing = (proc / "sys" / "net" / "ipv4" / "ip_local_port_range").read_text(encoding="utf-8").split()
@@ -29,7 +29,7 @@ def free_ports(count: int, proc: Path = Path("/proc")) -> list[int]:
     tried = random.SystemRandom().sample(span, min(len(span), MOST_TRIES))
     ports: list[int] = []
     with ExitStack() as probes:
-        for port in [*tried, *[0] * count]:  # 0: whatever the system gives
+        for port in [*tried, *[0] * count]:  # 0: let the system choose
             with suppress(OSError):
                 ports.append(probes.enter_context(socket.create_server((LOCALHOST, port))).getsockname()[1])
             if len(ports) == count:
@@ -38,14 +38,15 @@ def free_ports(count: int, proc: Path = Path("/proc")) -> list[int]:
 
 
 def python_path() -> str:
-    """PYTHONPATH of a process that is to import this very package, wherever it was imported from."""
+    """The PYTHONPATH with which a process imports this very package, wherever ours came from."""
     return os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def ending_with_us(command: Sequence[str], number: signal.Signals = signal.SIGKILL) -> list[str]:
-    """The command, to be sent this signal by the kernel when we are gone, however we ended. The process asks for that
-    itself, before it becomes what it is to be: nothing of ours runs between fork and exec, where threads are in the
-    way. To be started by a thread that lives as long as we do."""
+    """The command, wrapped so that the kernel sends it this signal when our process ends, however it ends.
+
+    The new process asks for the signal itself, just before it runs the command: code of ours between fork and exec is
+    unsafe beside threads. Start it from a thread that lives as long as our process: the kernel watches that thread."""
     return [sys.executable, "-I", "-S", "-c", _TIE, str(int(number)), str(os.getpid()), *command]
 
 
@@ -54,12 +55,13 @@ import ctypes, os, sys
 number, parent = map(int, sys.argv[1:3])
 ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG; it outlives exec
 if os.getppid() != parent:
-    sys.exit(127)  # it was gone before we asked to be told
+    sys.exit(127)  # the parent ended before we asked
 os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
 def own_environment() -> dict[str, str]:
-    """Ours without settings, which would make what is started another thing, and with this package."""
+    """Our environment for a process that we start: with this package on its path, and without KVTALLY_ settings, which
+    were meant for us."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVTALLY_")}
     return {**kept, "PYTHONPATH": python_path()}

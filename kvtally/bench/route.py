@@ -35,7 +35,7 @@ from kvtally.bench.report import Row, joined, rows_table
 from kvtally.bench.route_parts import Outcome, Task
 from kvtally.machine import free_ports
 from kvtally.processes import Child, Process, Worker
-from kvtally.up.machine import direct
+from kvtally.up.host import direct
 from kvtally.wire.limits import MIB
 
 START_S = 30.0

@@ -28,7 +28,7 @@ def up(
     Restarts what dies. Ctrl-C stops everything, in order; a second one at once. Nothing is left behind.
     """
     from kvtally.up.file import read
-    from kvtally.up.machine import check, this_host
+    from kvtally.up.host import check, this_host
     from kvtally.up.plan import plan
 
     deployment = read(file, os.environ, is_for_here=not (as_json or only_print))

@@ -28,7 +28,7 @@ from kvtally.machine import free_ports
 from kvtally.processes import Child
 from kvtally.testing.engines import ENVIRONMENT
 from kvtally.testing.models import Model
-from kvtally.up.machine import direct
+from kvtally.up.host import direct
 
 START_S = 400.0
 REQUEST_S = 120.0

@@ -27,7 +27,7 @@ from kvtally.errors import TransportError
 from kvtally.machine import free_ports, python_path
 from kvtally.processes import GRACE_S, STOP_S, Lines, Process
 from kvtally.testing import nursery as nurseries
-from kvtally.up.machine import direct
+from kvtally.up.host import direct
 
 START_S = 300.0
 CALL_S = 240.0

@@ -1,12 +1,12 @@
-"""The file that `kvtally up` reads: what it may say, and its reading. What is wrong in it is a `ConfigError`.
+"""The file that `kvtally up` reads: its schema and its checks. Anything wrong in it is a `ConfigError`.
 
     model: Qwen/Qwen3-0.6B          the smallest one
     prefill: 1
     decode: 1
 
-Owns the schema. The sections `store`, `router` and `connector` have the names of the settings and the checks of
-`config`: there is one list of them. Whether the model, the ports and the GPUs are there is `machine`'s question.
-Neighbour: `plan` (what a Deployment means). No state, no threads.
+The sections `store`, `router` and `connector` take the settings of `config.table`, with the same names and checks.
+Whether the model, the ports and the GPUs exist is `host`'s question. Neighbour: `plan` (turns a Deployment into
+processes). No state, no threads.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Annotated
 import msgspec
 
 from kvtally.config import Settings, load, unknown
+from kvtally.config.setting import PathOf
 from kvtally.config.table import SETTINGS
 from kvtally.config.units import split_address
 from kvtally.config.yaml_file import read_yaml
@@ -27,7 +28,7 @@ from kvtally.errors import ConfigError
 
 EXAMPLE = "See examples/pd.yaml for the form."
 MOST_INSTANCES = 64
-# Decided here and told to every part: a second opinion among an engine's arguments would break the set.
+# Decided by `up` for all parts. An engine's own arguments must not contradict it.
 OURS = {
     "host": "Engines listen on the loopback interface; the way in is the router: router: {listen: ...}.",
     "port": "Write a role's first port beside `args`: decode: {port: 8200}.",
@@ -39,12 +40,12 @@ NOT_HERE = {
     "store.token": "A command line is public on its machine: write the token into a file and give token_file.",
     "connector.store": "Engines use the store of this file: store: {socket: ...}.",
     "connector.autostart": "The store of this file is started before the engines.",
-    "router.prefill": "The engines of this file are told to the router.",
-    "router.decode": "The engines of this file are told to the router.",
+    "router.prefill": "`kvtally up` gives the router the engines of this file.",
+    "router.decode": "`kvtally up` gives the router the engines of this file.",
     "router.flavour": "The engines of this file hand over through their store.",
 }
-PATHS = ("socket", "disk", "token_file", "tls_cert", "tls_key", "salt_file", "store_ca")
-SOMEWHERE = "http://127.0.0.1:1"  # stands for the engines while the router's settings are checked
+PATHS = {setting.name for setting in SETTINGS.values() if isinstance(setting.kind, PathOf)}
+SOMEWHERE = "http://127.0.0.1:1"  # a placeholder for the engines while the router's settings are checked
 
 Scalar = str | int | float | bool
 Argument = Scalar | list[Scalar] | dict[str, object] | None
@@ -62,7 +63,7 @@ class Role(StrEnum):
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The engines of one role. `args` and `env` add to those of all engines, and win over them."""
+    """The engines of one role. Its `args` and `env` override those of all engines."""
 
     count: Count = 1
     port: Port | None = None  # of the first; the others follow
@@ -80,7 +81,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     plain: Count | Pool = 0
     args: dict[str, Argument] = {}  # of every engine, by vLLM's own names: max_model_len: 8192
     env: dict[str, Scalar] = {}
-    store: str | dict[str, object] = {}  # settings of a store to start; or the socket of one that runs
+    store: str | dict[str, object] = {}  # settings of a store to start, or the socket of a running one
     router: dict[str, object] = {}
     connector: dict[str, object] = {}
     logs: str = ""
@@ -88,10 +89,10 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file asks for, checked; every path absolute."""
+    """What a file asks for: checked, with absolute paths."""
 
     model: str
-    pools: dict[Role, Pool]  # those with an engine in them
+    pools: dict[Role, Pool]  # without empty ones
     args: dict[str, Argument]
     env: dict[str, Scalar]
     starts_store: bool
@@ -105,12 +106,12 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(path: Path, environ: Mapping[str, str], *, is_for_here: bool = True) -> Deployment:
-    """The deployment that a file describes, for this machine or for another. Raises ConfigError."""
+    """Read the deployment that a file describes, for this machine or another. Raises ConfigError."""
     return parse(read_yaml(path, EXAMPLE), path.absolute(), environ, is_for_here=is_for_here)
 
 
 def parse(tree: object, path: Path, environ: Mapping[str, str], *, is_for_here: bool = True) -> Deployment:
-    """`read`, of what stands in the file at this path."""
+    """Like `read`, from the tree that was in the file at this path."""
     document = _document(tree, path)
     pools = _pools(document)
     _check_engines(document, pools)
@@ -119,7 +120,7 @@ def parse(tree: object, path: Path, environ: Mapping[str, str], *, is_for_here: 
     store = _settings("store", given, path)
     router = _settings("router", _with_listen(document.router), path)
     _refuse_ours("connector", document.connector)
-    load(extra=document.connector, environ=environ, place=str(path)).connector()  # for its checks
+    load(extra=document.connector, environ=environ, place=str(path)).connector()  # checks it
     flags = _keyed(store, router, pools)
     settings = load(flags=flags, environ=environ, place=str(path), is_for_here=is_for_here)
     if not runs_elsewhere:
@@ -203,7 +204,7 @@ def _check_engines(document: Document, pools: Mapping[Role, Pool]) -> None:
 
 
 def _settings(section: str, given: Mapping[str, object], path: Path) -> Flags:
-    """A section of settings as flags would give it: known names, plain values, paths relative to the file."""
+    """A section of settings in the form of flags: known names, plain values, paths relative to the file."""
     _refuse_ours(section, given)
     names = [setting.name for setting in SETTINGS.values() if setting.section == section and setting.has_flag]
     flags: Flags = {}
@@ -233,7 +234,7 @@ def _with_listen(router: Mapping[str, object]) -> dict[str, object]:
 
 
 def _listen(settings: Settings) -> str:
-    """Where the router listens. Port 0, any that is free, would be one that neither `up` nor clients are told."""
+    """Where the router listens. Port 0 (any free port) is refused: neither `up` nor clients would learn which one."""
     listen = settings.router().listen
     if not split_address(listen).port:
         raise ConfigError(
@@ -245,7 +246,7 @@ def _listen(settings: Settings) -> str:
 
 
 def _keyed(store: Flags, router: Flags, pools: Mapping[Role, Pool]) -> dict[str, str | bool | None]:
-    """As `config.load` takes flags."""
+    """In the form that `config.load` takes flags."""
     return {
         **{f"store.{name}": value for name, value in store.items()},
         **{f"router.{name}": value for name, value in router.items()},
@@ -260,7 +261,7 @@ def _refuse_ours(section: str, given: Mapping[str, object]) -> None:
 
 
 def _model(text: str, base: Path) -> str:
-    """A directory by its absolute path; any other name is the model hub's."""
+    """The absolute path of a directory; any other name belongs to the model hub."""
     local = base / os.path.expanduser(text)
     return str(local.absolute()) if text.startswith((".", "~", "/")) or os.path.isdir(local) else text
 

@@ -1,17 +1,17 @@
-"""The process between `kvtally up` and one it keeps: nothing of that process's tree outlives either of the two.
+"""The process between `kvtally up` and a process it runs. When either of those ends, the process's whole tree ends.
 
     up ──socket (stdin)──▶ guard ──fork, exec──▶ process ──▶ its own children (vLLM's engine core, its workers)
 
-An engine is a tree of processes, and a tree whose root is killed lives on: an orphaned engine core holds the GPU's
-memory, and the next start fails. So the guard is the reaper of the whole tree: when the process ends, the rest of the
-tree is killed; when `up` asks (`STOP`, `KILL`) or is gone (end of file), the process gets SIGTERM, some time, and then
-all are killed. The process itself dies with the guard (PR_SET_PDEATHSIG); `supervise` kills what is then left of the
-process group. So signals that end processes are not for the guard: a service manager sends them to all it started, and
-the process, which gets them too, must have its time to end.
+An engine is a tree of processes. If only its root is killed the others live on: an orphaned engine core holds the GPU's
+memory, and the next start fails. So the guard reaps the whole tree. When the process ends, the guard kills the rest.
+When `up` asks (`STOP`, `KILL`) or is gone (end of file), the process gets SIGTERM and some time, then everything is
+killed. If the guard is killed, the process dies with it (PR_SET_PDEATHSIG), and `supervise` kills what is left of the
+process group. The guard ignores the signals that end processes: a service manager sends them to everything it started,
+and the process, which gets them too, needs time to end.
 
-Started as a script, isolated and without site packages: it imports the standard library only and is up in 30 ms. It
-tells its process's id as a line on the socket and ends with its exit code, or 128 + the signal that killed it.
-Threading: none, so that fork is safe.
+It runs as a script, isolated and without site packages: it imports only the standard library and is up in 30 ms. It
+writes the process's id as a line on the socket, and exits with the process's exit code, or 128 + the signal that killed
+it. Threading: none, so fork is safe.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     process = os.fork()
     if process == 0:
         _become(command, guard)
-    with contextlib.suppress(OSError):  # `up` is gone: the next read says so
+    with contextlib.suppress(OSError):  # `up` is gone: the next read notices
         os.write(WIRE, b"%d\n" % process)
     end = os.pidfd_open(process)
     if WIRE in _wait([end, WIRE], None) and _asked() != KILL:
@@ -53,11 +53,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _become(command: list[str], guard: int) -> NoReturn:
-    """In the child: turn into the process. All of these settings survive exec."""
+    """In the child: become the process. All of these settings survive exec."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guard:  # it died before we asked to be told
+    if os.getppid() != guard:  # it died before we asked
         os._exit(127)
-    for number in (*IGNORED, signal.SIGPIPE):  # Python ignores the last; an ignored signal would stay ignored
+    for number in (*IGNORED, signal.SIGPIPE):  # Python ignores SIGPIPE, and exec keeps ignored signals ignored
         signal.signal(number, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), WIRE)
     try:
@@ -68,13 +68,13 @@ def _become(command: list[str], guard: int) -> NoReturn:
 
 
 def _grant(end: int, grace_s: float) -> None:
-    """Let the process end by itself, for so long, or until `up` loses patience."""
+    """Give the process this long to end by itself, unless `up` loses patience."""
     if WIRE in _wait([end, WIRE], grace_s) and not _has_ended(end) and _asked() != KILL:
         _wait([end], grace_s)
 
 
 def _asked() -> bytes:
-    """What `up` wants; nothing where it is gone."""
+    """What `up` asks for; empty if it is gone."""
     try:
         return os.read(WIRE, 1)
     except ConnectionError:
@@ -93,7 +93,7 @@ def _wait(descriptors: list[int], timeout_s: float | None) -> list[int]:
 
 
 def _clear(process: int) -> int:
-    """Kill all that is left, until there is nobody to wait for. The process's exit code."""
+    """Kill what is left of the tree until nothing is. Returns the process's exit code."""
     code = 0
     while True:
         for child in _children():
@@ -111,7 +111,7 @@ def _clear(process: int) -> int:
 
 
 def _children() -> list[int]:
-    """Who has us as its parent. Orphans join while we look, so one look is not enough."""
+    """Processes whose parent we are. Orphans join while we look, so one look is not enough."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():

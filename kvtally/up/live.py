@@ -1,4 +1,4 @@
-"""What `kvtally up` shows while it runs: a line for each event and, in a terminal, a table beneath them.
+"""What `kvtally up` shows while it runs: a line for each event and, in a terminal, a table below them.
 
 Owns the terminal and the signal handlers; `supervise` does the work. Threading: one event loop, in the main thread.
 """
@@ -25,12 +25,12 @@ _STYLE = {State.READY: "green", State.STARTING: "yellow", State.PAUSING: "yellow
 
 
 async def keep(processes: Sequence[Process], logs: Path) -> None:
-    """Run them until a signal says otherwise. Raises TransportError where one fails for good."""
+    """Run the processes until a signal. Raises TransportError if one fails for good."""
     console = Console(markup=False, highlight=False)
     supervisor = Supervisor(processes, logs, tell=lambda line: _say(console, line))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` has it ignored
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # under `nohup` it stays ignored
             loop.add_signal_handler(number, supervisor.stop)
     shows = [asyncio.create_task(_greet(console, supervisor, processes[-1].url))]
     if console.is_terminal:
@@ -49,7 +49,7 @@ async def _greet(console: Console, supervisor: Supervisor, url: str) -> None:
 
 
 async def _show(console: Console, supervisor: Supervisor) -> None:
-    """The table stands at the foot of the terminal; what is said goes above it."""
+    """Keep the table at the bottom of the terminal; event lines scroll above it."""
     with Live(
         get_renderable=lambda: _table(supervisor.rows()), console=console, auto_refresh=False, transient=True
     ) as live:
@@ -60,7 +60,7 @@ async def _show(console: Console, supervisor: Supervisor) -> None:
 
 
 def _say(console: Console, line: str) -> None:
-    # Whoever watched may be gone (rich turns a broken pipe into SystemExit): the processes are not to suffer for it.
+    # The terminal may be gone (rich turns a broken pipe into SystemExit). The processes must not suffer for it.
     with contextlib.suppress(OSError, SystemExit):
         console.print(line, soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""What a deployment means: which processes, with which commands, in which order. Pure: a file and a host in, data out.
+"""Turns a deployment into processes: their commands and their order. Pure: a file and a host in, data out.
 
     stage 0  store                      stage 1  engines, all at once                      stage 2  router
 
@@ -21,14 +21,15 @@ from kvtally.up.file import Argument, Deployment, Pool, Role, Scalar
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT = {Role.PREFILL: 8100, Role.DECODE: 8200, Role.PLAIN: 8300}
-STORE_START_S, ROUTER_START_S = 300.0, 60.0  # a store reads its disk's journal first
-ENGINE_MODULE = "vllm.entrypoints.openai.api_server"  # as `vllm serve`, which needs a distribution named vllm
+STORE_START_S, ROUTER_START_S = 300.0, 60.0  # a store first reads its disk's journal
+# What `vllm serve` runs; that command itself needs a distribution named vllm.
+ENGINE_MODULE = "vllm.entrypoints.openai.api_server"
 GIB = 1 << 30
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-_KV_SIZES = ("kv_cache_memory_bytes", "gpu_memory_utilization")  # of vLLM; on a CPU they are about RAM
+_KV_SIZES = ("kv_cache_memory_bytes", "gpu_memory_utilization")  # vLLM's; on a CPU they mean RAM
 
 MOST_RESTARTS = 5
-GOOD_LIFE_S = 15.0  # what was ready for so long works, whatever killed it then: only what cannot live is given up
+GOOD_LIFE_S = 15.0  # a process that was ready this long works, whatever killed it: deaths before it do not count
 LONGEST_PAUSE_S = 30.0
 
 
@@ -41,18 +42,18 @@ class Part(StrEnum):
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan needs to know of the machine it is for."""
+    """What a plan needs to know about its machine."""
 
     python: str
     gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
-    has_accelerator: bool = False  # of some other kind, which we do not share out
+    has_accelerator: bool = False  # another kind, which we do not share out
     cores: int = 1
     memory_bytes: int = 0
     environ: Mapping[str, str] = {}
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
-    """One process to keep. `env` is what is added to the environment of `up`."""
+    """One process to keep running. `env` is added to the environment of `up`."""
 
     name: str
     part: Part
@@ -60,7 +61,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     argv: list[str]
     env: dict[str, str] = {}
     host: str = ""
-    port: int = 0  # 0: it has none
+    port: int = 0  # 0: none
     health: str  # ready when this answers: an HTTP address, or the socket of a store
     start_timeout_s: float
 
@@ -70,7 +71,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan(deployment: Deployment, host: Host) -> list[Process]:
-    """The processes in the order of their start. Raises ConfigError for what cannot work on any machine like this."""
+    """The processes, in the order they start. Raises ConfigError if this cannot work on a machine like this."""
     engines = _engines(deployment, host)
     store = [_store(deployment, host)] if deployment.starts_store else []
     processes = [*store, *engines, _router(deployment, host, engines)]
@@ -85,15 +86,15 @@ def shell_command(process: Process) -> str:
 
 
 def counted(lives_s: Sequence[float]) -> list[float]:
-    """Those that ended since the process last lived well; the death that ended a good life is the first."""
+    """The lives that count: from the last good one on."""
     last_good = max((number for number, life_s in enumerate(lives_s) if life_s >= GOOD_LIFE_S), default=0)
     return list(lives_s[last_good:])
 
 
 def pause_s(lives_s: Sequence[float]) -> float | None:
-    """How long to wait before the next start of a process that died each time after so long; None: it dies too often.
+    """How long to wait before starting a process again, given how long each of its lives was. None: it died too often.
 
-    Deaths are counted, not timed: an engine may take minutes to start, only to die at once.
+    Deaths are counted, not timed: an engine may take minutes to start and then die at once.
     """
     deaths = len(counted(lives_s))
     return min(2.0 ** (deaths - 1), LONGEST_PAUSE_S) if deaths <= MOST_RESTARTS else None
@@ -155,7 +156,7 @@ def _router(deployment: Deployment, host: Host, engines: Sequence[Process]) -> P
     instances = [
         word
         for engine in engines
-        # A router knows engines that do both as decode engines without prefill.
+        # To a router, engines that do both are decode engines without prefill.
         for word in ("--prefill" if engine.part is Part.PREFILL else "--decode", _instance(engine, deployment.socket))
     ]
     return Process(
@@ -170,7 +171,7 @@ def _router(deployment: Deployment, host: Host, engines: Sequence[Process]) -> P
         ],
         host=reached,
         port=port,
-        # Not its /health, which says whether engines are up: it would die for the time that they take to come back.
+        # Not /health, which fails while engines are down: `up` would kill a router that only waits for them.
         health=f"http://{reached}:{port}/instances",
         start_timeout_s=ROUTER_START_S,
     )
@@ -187,7 +188,7 @@ def _transfer(deployment: Deployment) -> str:
 
 
 def _arguments(deployment: Deployment, pool: Pool) -> dict[str, Argument]:
-    """Of one role's engines, by vLLM's names; null takes back what was said for all."""
+    """The arguments of one role's engines, by vLLM's names. A null removes what was set for all engines."""
     merged: dict[str, Argument] = {}
     for arguments in (deployment.args, pool.args):
         merged |= {name.lstrip("-").replace("-", "_"): value for name, value in arguments.items()}
@@ -229,7 +230,7 @@ def _check_ports(processes: Sequence[Process]) -> None:
 
 
 def _share_gpus(deployment: Deployment, host: Host) -> dict[str, str]:
-    """The GPUs of each engine: those the file names; else the next ones that nobody has."""
+    """The GPUs of each engine: those the file names, else the next free ones."""
     named = {
         f"{role}-{index}": ",".join(map(str, entry)) if isinstance(entry, list) else str(entry)
         for role, pool in deployment.pools.items()
@@ -253,7 +254,7 @@ def _share_gpus(deployment: Deployment, host: Host) -> dict[str, str]:
 
 
 def _cpu_share(host: Host, engines: int, arguments: Mapping[str, Argument]) -> dict[str, str]:
-    """On a machine without accelerator: vLLM's own defaults are for one engine that has all cores and all memory."""
+    """What each engine gets on a machine without an accelerator, where vLLM by default takes all cores and memory."""
     if host.gpus or host.has_accelerator:
         return {}
     share: dict[str, str] = {}

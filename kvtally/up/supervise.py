@@ -3,12 +3,12 @@
     waiting ──▶ starting ──▶ ready ──died──▶ pausing ──▶ starting …          a process that dies too often: failed
                    └─ a first start that fails stops everything
 
-Owns processes and their logs. Every process runs under a guard (see `guard`), which ends its whole tree; so nothing is
-left behind, not even when this process is killed. A process that dies too often is given up; when a part (the store,
-all decode engines, ...) has nobody left, everything is stopped.
+Owns processes and their logs. Every process runs under a guard (see `guard`), which ends its whole tree, so nothing is
+left behind even if this process is killed. A process that dies too often is given up. When a part (the store, all
+decode engines, ...) has no process left, everything stops.
 
-Neighbours: `plan` (what to keep, how soon to restart), `machine.answers` (the probe), `cli.up` (shows it).
-Threading: one event loop; probes run in its thread pool. Every wait has a deadline or is for a process's end.
+Neighbours: `plan` (which processes, how soon to restart), `host.answers` (the probe), `cli.up` (shows it).
+Threading: one event loop; probes run in its thread pool. Every wait has a deadline, or ends when a process does.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ import msgspec
 
 from kvtally.errors import ConfigError, TransportError
 from kvtally.up import guard
-from kvtally.up.machine import answers
+from kvtally.up.host import answers
 from kvtally.up.plan import Process, counted, pause_s
 
-GRACE_S = 35.0  # for a process to end by itself: a router lets streams end, for 30 s; a store writes to its disk
+GRACE_S = 35.0  # for a process to end by itself: a router finishes streams, for up to 30 s; a store writes to its disk
 GUARD_START_S = 5.0
 PROBE_EVERY_S = 0.1
 TAIL_LINES = 20
@@ -46,14 +46,14 @@ class State(StrEnum):
     WAITING = "waiting"  # for the stage before it
     STARTING = "starting"
     READY = "ready"
-    PAUSING = "pausing"  # it died, and is started again soon
+    PAUSING = "pausing"  # it died and starts again soon
     FAILED = "failed"  # it died too often
     STOPPING = "stopping"
     STOPPED = "stopped"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One process, as it is now."""
+    """The state of one process."""
 
     name: str
     state: State
@@ -68,7 +68,7 @@ class Child:
     process and waits for it; here an event loop keeps many for days, restarts them, and must end whole trees."""
 
     def __init__(self, process: Process, log: Path, environ: Mapping[str, str], grace_s: float) -> None:
-        """Raises OSError where the log or a process cannot be had."""
+        """Raises OSError if the log or the process cannot be created."""
         with contextlib.ExitStack() as undo:
             self._wire, theirs = socket.socketpair()
             undo.enter_context(self._wire)
@@ -96,12 +96,12 @@ class Child:
         self._tell(guard.KILL)
 
     async def ended(self) -> int:
-        """Wait until all of the tree is gone. The exit code."""
+        """Wait until the whole tree is gone. Returns the exit code."""
         await self._ended.wait()
         return self.code
 
     def _told_pid(self) -> int:
-        """Guards are quick. 0: it is not, or has ended already."""
+        """The process's id, which the guard sends at once. 0: it did not, or has ended already."""
         self._wire.settimeout(GUARD_START_S)
         with contextlib.suppress(TimeoutError):
             return int(self._wire.recv(32) or 0)
@@ -109,18 +109,18 @@ class Child:
 
     def _tell(self, what: bytes) -> None:
         if not self._ended.is_set():
-            with contextlib.suppress(OSError):  # it ends just now
+            with contextlib.suppress(OSError):  # it is ending
                 self._wire.send(what)
 
     def abandon(self) -> None:
-        """Kill the process group, guard and all: for a guard that does not answer."""
+        """Kill the process group, guard included: for a guard that does not answer."""
         if not self._ended.is_set():
             os.killpg(self._guard.pid, signal.SIGKILL)
 
     def _bury(self) -> None:
-        """The guard ended. If it was killed, some of the tree may live: they are still in its group.
+        """The guard ended. If it was killed, part of the tree may live on, still in its group.
 
-        The guard is not reaped before, so that its id cannot mean anybody else's group.
+        The guard is reaped only after that group is killed, so its id cannot name another group yet.
         """
         asyncio.get_running_loop().remove_reader(self._end)
         os.close(self._end)
@@ -132,7 +132,7 @@ class Child:
 
 
 class Kept:
-    """A process of the plan and what became of it so far."""
+    """A process of the plan, and its history."""
 
     def __init__(self, process: Process, log: Path) -> None:
         self.process = process
@@ -158,7 +158,7 @@ class Kept:
 
 
 class Supervisor:
-    """Keeps a plan until `stop`. `tell` gets a line for people whenever something happens."""
+    """Keeps the processes of a plan running until `stop`. `tell` gets a line for people for each event."""
 
     def __init__(
         self,
@@ -187,9 +187,9 @@ class Supervisor:
         return [kept.row(now_s) for kept in self._kept]
 
     def stop(self) -> None:
-        """End `run` in order. Called again: at once."""
+        """End `run` in order. A second call ends it at once."""
         if not self._stopping.is_set():
-            self._tell("stopping, in order; once more stops at once")
+            self._tell("stopping, in order; a second Ctrl-C stops at once")
             self._stopping.set()
             return
         for kept in self._kept:
@@ -197,7 +197,7 @@ class Supervisor:
                 kept.child.kill()
 
     async def run(self) -> None:
-        """Until `stop`, or until something failed for good: TransportError KV-504, with the end of its log."""
+        """Run until `stop`. Raises TransportError KV-504, with the end of a log, if a process fails for good."""
         self._open_logs()
         failure: BaseException | None = None
         try:
@@ -223,7 +223,7 @@ class Supervisor:
             if await self._becomes_ready(kept, child):
                 await self._note_ready(kept)
                 await child.ended()
-            if self._stopping.is_set():  # whoever stops us may have told it, too: that is no death
+            if self._stopping.is_set():  # it may have got the same signal as we did: that is no death
                 return
             if not kept.has_been_ready:
                 raise self._failure(kept, f"{kept.process.name} did not start: it {self._how_it_ended(kept, child)}")
@@ -249,13 +249,13 @@ class Supervisor:
         return child
 
     async def _becomes_ready(self, kept: Kept, child: Child) -> bool:
-        """False: it ended first, or took too long and was killed."""
+        """Whether it became ready. False: it ended first, or took too long and was killed."""
         end = asyncio.create_task(child.ended())
         deadline_s = kept.begun_s + kept.process.start_timeout_s
         try:
             while not end.done():
                 if await asyncio.to_thread(self._probe, kept.process.health):
-                    return not end.done()  # else somebody else answers there
+                    return not end.done()  # otherwise another process answers there
                 if time.monotonic() >= deadline_s:
                     child.kill()
                     await end
@@ -276,7 +276,7 @@ class Supervisor:
             self._progress.notify_all()
 
     def _after_death(self, kept: Kept, child: Child) -> float | None:
-        """How long to wait before the next start. None: no more; raises where its part has nobody left."""
+        """How long to wait before the next start. None: it is given up. Raises if its part has no process left."""
         life_s = 0.0 if kept.ready_s is None else time.monotonic() - kept.ready_s
         kept.lives_s = counted([*kept.lives_s, life_s])
         kept.ready_s = None
@@ -305,14 +305,14 @@ class Supervisor:
     def _failure(self, kept: Kept, what: str) -> TransportError:
         return TransportError(
             f"{what}\n\nthe end of {kept.log}:\n{tail(kept.log)}\n",
-            remedy="See what it says; the whole command is in `kvtally up --print`.",
+            remedy="The log above says why; `kvtally up --print` shows the whole command.",
             code="KV-504",
         )
 
     # ---- all of them
 
     async def _stop_all(self) -> None:
-        """The last stage first: the router takes no more requests, engines save, the store writes them down."""
+        """The last stage first: the router stops taking requests, engines save, then the store writes to disk."""
         for stage in sorted({kept.process.stage for kept in self._kept}, reverse=True):
             running = [
                 (kept, kept.child)
@@ -332,7 +332,7 @@ class Supervisor:
                 self._tell(f"{kept.process.name}: stopped")
 
     def _open_logs(self) -> None:
-        """A directory of this user's own, with the logs of this run only; those of the last one are kept as .1."""
+        """Make the directory, for this user alone. The logs of the last run are kept as .1."""
         try:
             self._logs.mkdir(mode=0o700, parents=True, exist_ok=True)
             for kept in self._kept:
@@ -347,7 +347,8 @@ class Supervisor:
             ) from error
 
     async def _bound_logs(self) -> None:
-        """Processes append to their logs, so a log can be cut under them; a few lines may be lost."""
+        """Keep logs from growing without end. Processes append, so a log can be cut while they write; a few lines may
+        be lost."""
         while True:
             await asyncio.sleep(LOG_CHECK_S)
             for kept in self._kept:
@@ -355,7 +356,7 @@ class Supervisor:
 
 
 def bound_log(log: Path, largest_bytes: int = LARGEST_LOG_BYTES) -> None:
-    with contextlib.suppress(OSError):  # somebody removed it, or the disk is full: then it is not kept
+    with contextlib.suppress(OSError):  # it was removed, or the disk is full: then the old part is not kept
         if log.stat().st_size > largest_bytes:
             with contextlib.suppress(OSError):
                 shutil.copyfile(log, log.with_suffix(".log.1"))
@@ -363,7 +364,7 @@ def bound_log(log: Path, largest_bytes: int = LARGEST_LOG_BYTES) -> None:
 
 
 def tail(log: Path) -> str:
-    """The last lines, without what could upset a terminal."""
+    """The last lines, without control characters."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))

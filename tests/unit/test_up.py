@@ -21,7 +21,7 @@ from kvtally.cli import main as cli
 from kvtally.errors import ConfigError
 from kvtally.machine import free_ports
 from kvtally.up.file import Deployment, Role, parse, read
-from kvtally.up.machine import answers, check, this_host
+from kvtally.up.host import answers, check, this_host
 from kvtally.up.plan import (
     GOOD_LIFE_S,
     LONGEST_PAUSE_S,

@@ -25,12 +25,12 @@ from kvtally.up.plan import Host, Process
 
 PROBE_S = 2.0
 _OFFLINE = ("1", "on", "yes", "true")
-direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy knows nothing of our own loopback
+direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy cannot reach our loopback interface
 
 
 def this_host(environ: Mapping[str, str], root: Path = Path("/")) -> Host:
-    """What `plan` needs to know of this machine."""
-    # A container has the devices it may use; on a bare machine they may not be made yet, but the driver knows them.
+    """What `plan` needs to know about this machine."""
+    # A container shows the devices it may use. On a bare machine they may not exist yet, but the driver knows them.
     count = len(list(root.glob("dev/nvidia[0-9]*"))) or len(list(root.glob("proc/driver/nvidia/gpus/*")))
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     gpus = [str(index) for index in range(count)] if visible is None else [gpu for gpu in visible.split(",") if gpu]
@@ -45,11 +45,11 @@ def this_host(environ: Mapping[str, str], root: Path = Path("/")) -> Host:
 
 
 def check(deployment: Deployment, processes: Sequence[Process], environ: Mapping[str, str]) -> None:
-    """Raise ConfigError for what would fail later. Starts nothing, changes nothing."""
+    """Raise ConfigError for anything that would fail later. Starts nothing, changes nothing."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             f"vLLM is not installed beside this kvtally ({sys.executable})",
-            remedy="Install vLLM 0.32 into the same environment; or have --print show the commands, for elsewhere.",
+            remedy="Install vLLM 0.32 into the same environment. To run elsewhere, --print shows the commands.",
             code="KV-106",
         )
     _check_model(deployment.model, environ)
@@ -72,7 +72,7 @@ def check(deployment: Deployment, processes: Sequence[Process], environ: Mapping
 
 
 def answers(address: str, timeout_s: float = PROBE_S) -> bool:
-    """Whether what listens there is ready: an HTTP address answers 200, a store's socket welcomes a client."""
+    """Whether the process at this address is ready: HTTP answers 200, a store's socket accepts a client."""
     if not address.startswith(("http://", "https://")):
         with StoreClient(address, name="kvtally up") as client:
             return not isinstance(client.connect(timeout_s), Miss)
@@ -102,8 +102,8 @@ def _check_model(model: str, environ: Mapping[str, str]) -> None:
     cache = Path(environ.get("HF_HUB_CACHE") or Path(environ.get("HF_HOME") or _default_cache(environ), "hub"))
     if is_offline and not os.path.isdir(cache / f"models--{model.replace('/', '--')}"):
         raise ConfigError(
-            f"the model {model} is not in {cache}, and HF_HUB_OFFLINE forbids to fetch it",
-            remedy="Fetch it where the network may be used, or name the directory it lies in.",
+            f"the model {model} is not in {cache}, and HF_HUB_OFFLINE forbids fetching it",
+            remedy="Fetch it while online, or name the directory it lies in.",
             code="KV-106",
         )
 
@@ -120,7 +120,7 @@ def _check_port(process: Process) -> None:
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
         raise ConfigError(
             f"port {process.port} on {process.host}, for {process.name}, {reason}",
-            remedy=f"End what uses it, or choose another in the file: `{process.part}: {{port: ...}}`.",
+            remedy=f"Stop the process that uses it, or choose another in the file: `{process.part}: {{port: ...}}`.",
             code="KV-102",
         ) from error
 
