@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from kvtally.vllm.path import Path as TokenPath
 from kvtally.wire.messages import Lookup, PutObject, PutStatus
 from tests.unit.early_kit import CHUNK, DENSE, PROMPT, store
 from tests.unit.shell import Bench, Running
-from tests.waiting import eventually
+from tests.waiting import HANG_S, HOUR_S, eventually
 
 __all__ = ["store"]  # a fixture
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -45,7 +46,9 @@ class Scene:
         tokens.extend(PROMPT, len(PROMPT))
         self.chains = b"".join(tokens.chains)
         chunks = [PutObject(*tokens.chunk(index), 0, 0, OBJECT_BYTES) for index in range(CHUNKS)]
-        put = self.scheduler.put(list(zip(chunks, map(np.ndarray.tobytes, self.content), strict=True)), timeout_s=5)
+        put = self.scheduler.put(
+            list(zip(chunks, map(np.ndarray.tobytes, self.content), strict=True)), timeout_s=HANG_S
+        )
         assert put == [PutStatus.WRITE] * CHUNKS
         layout = EngineLayout(namespace=DENSE, group_ids=(0,), layer_names=(("l",),), block_tokens=16)
 
@@ -59,7 +62,7 @@ class Scene:
 
     def lease(self, chunks: int = CHUNKS, *, told: bool = False) -> Lease:
         question = Lookup(0, self.chains[: 32 * chunks], ENDS[:chunks], ENDS[chunks - 1], slots=told)
-        lease = self.scheduler.hold(question, timeout_s=5).wait()
+        lease = self.scheduler.hold(question, timeout_s=HANG_S).wait()
         assert not isinstance(lease, Miss)
         assert lease.end_tokens == ENDS[chunks - 1]
         return lease
@@ -74,7 +77,7 @@ class Scene:
         self.worker.load([LoadJob("r", lease.share(), ENDS, ENDS[-1], have, [TABLE])])
 
     def end(self) -> Any:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + HANG_S
         while time.monotonic() < deadline:
             results = self.worker.collect(0.05)
             if results.finished:
@@ -132,10 +135,10 @@ def test_slots_of_a_lease_that_is_gone_are_a_miss(scene: Scene) -> None:
 
 
 def test_copies_keep_out_while_a_step_is_prepared(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtally.vllm.worker.QUIET_S", 60.0)
+    monkeypatch.setattr("kvtally.vllm.worker.QUIET_S", HOUR_S)
     scene.worker.prepare()
     scene.begin(scene.lease())
-    time.sleep(0.1)
+    time.sleep(0.1)  # for what should not happen
     assert not scene.landed.any()
     scene.end()  # it asks for results: the step is launched
     assert scene.landed.tobytes() == scene.content.tobytes()
@@ -148,14 +151,32 @@ def test_a_step_that_takes_long_does_not_keep_copies_waiting(scene: Scene, monke
     eventually(lambda: scene.landed.tobytes() == scene.content.tobytes())
 
 
+class Standing:
+    """The worker's time: whoever sleeps in it wakes when `passes` is set."""
+
+    def __init__(self) -> None:
+        self.is_asleep, self.passes = threading.Event(), threading.Event()
+        self._slept_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._slept_s
+
+    def sleep(self, seconds: float) -> None:
+        self.is_asleep.set()
+        assert self.passes.wait(HANG_S)
+        self._slept_s += seconds
+
+
 def test_copies_keep_out_while_the_next_tokens_are_chosen(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtally.vllm.worker.SAMPLING_S", 1.0)
-    monkeypatch.setattr("kvtally.vllm.worker.QUIET_S", 60.0)
+    monkeypatch.setattr("kvtally.vllm.worker.QUIET_S", HOUR_S)
+    time_of_worker = Standing()
+    monkeypatch.setattr("kvtally.vllm.worker.time", time_of_worker)
     scene.worker.prepare()
     scene.begin(scene.lease())
     scene.worker.collect()
-    time.sleep(0.1)
+    assert time_of_worker.is_asleep.wait(HANG_S)
     assert not scene.landed.any()
+    time_of_worker.passes.set()
     eventually(lambda: scene.landed.tobytes() == scene.content.tobytes())
 
 
@@ -165,7 +186,7 @@ def test_steps_without_a_pause_between_them_do_not_keep_copies_waiting(
     monkeypatch.setattr("kvtally.vllm.worker.QUIET_S", 0.05)
     monkeypatch.setattr("kvtally.vllm.worker.SAMPLING_S", 0.05)
     scene.begin(scene.lease())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANG_S
     while scene.landed.tobytes() != scene.content.tobytes():
         assert time.monotonic() < deadline
         scene.worker.prepare()
@@ -176,10 +197,8 @@ def test_steps_without_a_pause_between_them_do_not_keep_copies_waiting(
 def test_an_idle_engine_goes_on_when_its_load_is_under_way(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtally.vllm.meta import LoadJob
 
-    monkeypatch.setattr("kvtally.vllm.worker.BEGIN_S", 60.0)
-    begun = time.monotonic()
+    monkeypatch.setattr("kvtally.vllm.worker.BEGIN_S", HOUR_S)
     scene.worker.load_first([LoadJob("r", scene.lease().share(), ENDS, ENDS[-1], 0, [TABLE])])
-    assert time.monotonic() - begun < 30
     assert scene.end().reason == ""
     scene.worker.load_first([])  # nothing to wait for
 
@@ -194,12 +213,10 @@ def test_an_idle_engine_does_not_wait_for_a_thread_that_does_nothing(scene: Scen
 def test_an_idle_engine_hears_of_a_load_before_it_waits_for_what_else_is_under_way(scene: Scene) -> None:
     scene.worker._unfinished += 1  # a save that takes its time
     assert scene.load(scene.lease()).reason == ""
-    begun = time.monotonic()
-    assert not scene.worker.collect(30.0).finished
-    assert time.monotonic() - begun < 10.0
+    assert not scene.worker.collect(HOUR_S).finished  # it does not wait now
     begun = time.monotonic()
     scene.worker.collect(0.2)
-    assert time.monotonic() - begun > 0.1  # now it does wait
+    assert time.monotonic() - begun > 0.1  # but now
 
 
 # ---- saves

@@ -24,6 +24,7 @@ from kvtally.verify.judge import Observation, Outcome, Report, Turn
 from kvtally.verify.probes import Shape, shapes
 from kvtally.verify.reasons import REASONS
 from kvtally.verify.run import verify
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.engine
 
@@ -232,7 +233,7 @@ def test_an_engines_own_error_reaches_the_client_as_it_is(up: Deployment) -> Non
 
 def test_nothing_is_left_leased(up: Deployment) -> None:
     with up.store() as client:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + HANG_S
         while True:
             stats = client.stats().wait()
             leases = stats.stats["leases"]["open"]  # type: ignore[union-attr,index,call-overload]

@@ -33,7 +33,7 @@ CAUSES = {
     "no connector": "missing",
 }
 NOTHING = "nothing wrong"
-SOON_S = 30.0
+SOON_S = 120.0
 PATIENT = ("--receipt-wait", "5000")  # what a receipt says is tested, not when it comes on busy processors
 
 

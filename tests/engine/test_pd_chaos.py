@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 
 MOMENTS = 30
 AT_ONCE = 3
-PATIENCE_S = 60.0  # of a client
+PATIENCE_S = 240.0  # of a client
 # Engines take half a minute to come back, so they are mostly stopped, and killed once each.
 BLOWS = [
     *[("store", signal.SIGKILL)] * 6,
