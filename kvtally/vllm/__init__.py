@@ -1,12 +1,18 @@
 """The connector: kvtally inside unmodified vLLM. The only package that imports vllm.
 
     connector.py   the class vLLM sees; delegates, and turns every exception into a miss
-    scheduler.py   scheduler half: what to load, what to save, which blocks to hold meanwhile
-    asking.py      when a request is asked about: early, wanted, again, given up
-    inquiry.py     the scheduler half's thread: chains, lookups, staging, receipts; all talk with the store
+    scheduler.py   scheduler half: the tracked requests, their receipts and hand-offs
+    loads.py       how many tokens a request may skip, and the jobs that load them
+    saves.py       which blocks are saved with which step, and holding them meanwhile
+    tracked_request.py  what is known about one request, and about the current attempt at it
+    boundaries.py  where a request's chunks and tails end, and their chain values
+    lookup_policy.py  when the store is asked about a request: early, when it is reached, again, not at all
+    lookup_thread.py  the scheduler half's thread: chain values, lookups, staging, receipts; all talk with the store
+    step_jobs.py   what the two halves send each other in each step
+    handoff.py     how a hand-off changes a request
     worker.py      worker half: one thread that copies between engine blocks and arena slots
     layout.py      vLLM's KV-cache configuration → namespace and geometry
-    tally.py       what is counted; stats.py hands it to vLLM's log and Prometheus
+    counters.py    what is counted; stats.py hands it to vLLM's log and Prometheus
     events.py      KV events for what was saved
     retention.py   where vLLM keeps recurrent states, and what to say about it
     config_fields.py  every field of vLLM's configuration: whether it decides KV, and how the namespace knows

@@ -32,14 +32,16 @@ from kvtally.device import cpu
 from kvtally.errors import IncompatibleError
 from kvtally.vllm.autostart import ensure_store
 from kvtally.vllm.compat import require_supported
+from kvtally.vllm.counters import Counters
 from kvtally.vllm.events import SaveEvents
 from kvtally.vllm.identity import model_identity
-from kvtally.vllm.inquiry import Inquiries
 from kvtally.vllm.layout import EngineLayout, engine_layout, group_layouts, names_images
-from kvtally.vllm.meta import Metadata, WorkerReport
+from kvtally.vllm.lookup_policy import LookupPolicy
+from kvtally.vllm.lookup_thread import LookupThread
 from kvtally.vllm.retention import advice
 from kvtally.vllm.scheduler import SchedulerHalf
-from kvtally.vllm.stats import ConnectorStats, PrometheusMetrics, results_tally, stats_of
+from kvtally.vllm.stats import ConnectorStats, PrometheusMetrics, results_counters, stats_of
+from kvtally.vllm.step_jobs import StepJobs, WorkerReport
 from kvtally.vllm.worker import Results, WorkerHalf, refused
 
 if TYPE_CHECKING:
@@ -104,7 +106,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        self._inquiries: Inquiries | None = None
+        self._lookups: LookupThread | None = None
         self._neighbour: WorkerHalf | None = None  # of the scheduler half of an in-process engine: its only worker
         self._results = Results()
         self._callers_exception: BaseException | None = None  # what our caller was handling when the step began
@@ -142,8 +144,8 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
     def _start_scheduler(self, config: VllmConfig, layout: EngineLayout, settings: ConnectorConfig) -> None:
         address = ensure_store(settings)
         name = f"vllm scheduler {config.kv_transfer_config.engine_id}" if config.kv_transfer_config else "vllm"
-        self._inquiries = Inquiries(lambda: _client(address, name, layout, settings))
-        self._inquiries.start()
+        self._lookups = LookupThread(lambda: _client(address, name, layout, settings), layout.namespace)
+        self._lookups.start()
         world = config.parallel_config.world_size
         announced = config.kv_events_config
         events = None
@@ -151,17 +153,22 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
             events = SaveEvents(layout, self._kv_cache_config, world_size=world)
         transfer = config.kv_transfer_config
         assert transfer is not None
-        self._scheduler = SchedulerHalf(
-            layout,
-            self._inquiries,
-            world_size=world,
+        policy = LookupPolicy(
+            self._lookups,
+            Counters(),
             wait_ms=settings.wait_ms,
             steps_in_flight=config.max_concurrent_batches,
             is_alone=_is_alone(config),
             reads=transfer.is_kv_consumer,
-            saves=transfer.is_kv_producer,
             prefetch=settings.prefetch,
             always_load=settings.always_load,
+            may_leave=not layout.has_states,
+        )
+        self._scheduler = SchedulerHalf(
+            layout,
+            policy,
+            world_size=world,
+            may_save=transfer.is_kv_producer,
             names_images=names_images(config),
             on_reset=settings.on_reset,
             events=events,
@@ -203,7 +210,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        return self._scheduler is not None and self._scheduler.supports_divergence
+        return self._scheduler is not None and self._scheduler.loads.supports_divergence
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -237,9 +244,9 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         host, disk = self._scheduler.host_and_disk(request.request_id)
         return {source: n for source, n in ((CacheHitSource.HOST, host), (CacheHitSource.DISK, disk)) if n}
 
-    @edge(Metadata)
+    @edge(StepJobs)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduler.build_metadata(scheduler_output) if self._scheduler else Metadata()
+        return self._scheduler.build_step(scheduler_output) if self._scheduler else StepJobs()
 
     @edge(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -264,13 +271,13 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         saves, or learn that the others are done: they are waited for here, before `generate()` returns."""
         if self._neighbour is None or self._scheduler is None or self._scheduler.has_requests:
             return
-        self._neighbour.save(self._scheduler.take_late_saves())
+        self._neighbour.save(self._scheduler.saves.take_late())
         done = self._neighbour.finish_saves(FINISH_S)
         self._scheduler.update_saves(WorkerReport(saved=done.saved, stored=done.stored, lost=done.lost))
 
     @edge(lambda: False)
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.is_busy
+        return self._scheduler is not None and self._scheduler.saves.is_busy
 
     # ---- worker half
 
@@ -304,7 +311,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM calls this first in every step. What finished requests left behind is saved now, not after the step's
         forward: somebody may be waiting for a hand-off, and a step can take long."""
         metadata = kv_connector_metadata
-        if self._worker is not None and isinstance(metadata, Metadata):
+        if self._worker is not None and isinstance(metadata, StepJobs):
             if not metadata.is_idle:
                 self._worker.prepare()
             self._worker.load_first(metadata.early_loads)
@@ -321,7 +328,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
     @edge(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._connector_metadata
-        if self._worker is not None and isinstance(metadata, Metadata):
+        if self._worker is not None and isinstance(metadata, StepJobs):
             self._worker.load(metadata.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -333,7 +340,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
     @edge(lambda: None)
     def wait_for_save(self) -> None:
         metadata = self._connector_metadata
-        if self._worker is None or not isinstance(metadata, Metadata):
+        if self._worker is None or not isinstance(metadata, StepJobs):
             return
         # vLLM calls this in a `finally`. An exception that is younger than the step means that the forward died, and
         # its blocks hold nothing. An older one belongs to the caller: `generate()` may run in an `except` block.
@@ -344,8 +351,8 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
     @edge(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         metadata = self._connector_metadata
-        if not isinstance(metadata, Metadata):
-            metadata = Metadata()
+        if not isinstance(metadata, StepJobs):
+            metadata = StepJobs()
         if self._worker is None:
             self._results = refused(metadata)
         else:
@@ -363,8 +370,8 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Called once per step in each process: what was counted since the last call."""
         if self._worker is not None:
-            return stats_of(results_tally(self._results))
-        return stats_of(self._scheduler.tally.take()) if self._scheduler is not None else None
+            return stats_of(results_counters(self._results))
+        return stats_of(self._scheduler.counters.take()) if self._scheduler is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -382,7 +389,8 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
 
     @edge(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._scheduler.events.take() if self._scheduler is not None and self._scheduler.events else ()
+        events = self._scheduler.saves.events if self._scheduler is not None else None
+        return events.take() if events is not None else ()
 
     @edge(lambda: False)
     def reset_cache(self) -> bool | None:
@@ -392,8 +400,8 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.stop()
-        if self._inquiries is not None:
-            self._inquiries.stop()
+        if self._lookups is not None:
+            self._lookups.stop()
 
 
 def _is_in_process(config: VllmConfig) -> bool:

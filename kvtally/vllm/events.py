@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from kvtally.core.geometry import chunk_block_range
 from kvtally.vllm.layout import EngineLayout
-from kvtally.vllm.meta import SaveItem
+from kvtally.vllm.step_jobs import SaveItem
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

@@ -53,6 +53,11 @@ class EngineLayout:
     def groups(self) -> tuple[GroupSpec, ...]:
         return self.namespace.groups
 
+    @property
+    def has_states(self) -> bool:
+        """Whether a group of the model is recurrent."""
+        return any(spec.kind is GroupKind.RECURRENT for spec in self.groups)
+
 
 def engine_layout(config: VllmConfig, cache: KVCacheConfig, *, model: str) -> EngineLayout:
     """Describe an engine, or refuse it."""

@@ -3,7 +3,7 @@
 A state exists only where a prefill step ends; of those vLLM keeps, and offers to a connector, what its retention
 interval says. By default (0) that is the last boundary of each prompt: an exact repeat and the next turn of a
 conversation hit, another question after the same system prompt does not. The second such question makes vLLM keep a
-state there (`SchedulerHalf._ask_for_state`), so the third one hits.
+state there (`Loads._ask_for_state`), so the third one hits.
 """
 
 from __future__ import annotations

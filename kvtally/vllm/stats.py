@@ -1,6 +1,6 @@
 """The connector's counts in the forms vLLM wants: records it carries between processes, its log line, Prometheus.
 
-What is counted, and under which names, is `tally`'s; a metric added to its table appears here by itself.
+What is counted, and under which names, is `counters`'s; a metric added to its table appears here by itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-from kvtally.vllm.tally import BYTES, COUNTS, DURATIONS, LOAD, SAVE, Count, Duration, Tally
+from kvtally.vllm.counters import BYTES, COUNTS, DURATIONS, LOAD, SAVE, Count, Counters, Duration
 from kvtally.vllm.worker import Results
 
 if TYPE_CHECKING:
@@ -27,39 +27,39 @@ BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.
 
 @dataclass
 class ConnectorStats(KVConnectorStats):
-    """`data` holds a tally's two mappings under their names."""
+    """`data` holds the two mappings of `Counters` under their names."""
 
     @property
-    def tally(self) -> Tally:
-        return Tally(self.data.setdefault("counts", {}), self.data.setdefault("seconds", {}))
+    def counters(self) -> Counters:
+        return Counters(self.data.setdefault("counts", {}), self.data.setdefault("seconds", {}))
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        self.tally.add(other.data.get("counts", {}), other.data.get("seconds", {}))
+        self.counters.add(other.data.get("counts", {}), other.data.get("seconds", {}))
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return self.tally.summary()
+        return self.counters.summary()
 
     def is_empty(self) -> bool:
-        return self.tally.is_empty
+        return self.counters.is_empty
 
 
-def stats_of(tally: Tally) -> ConnectorStats | None:
+def stats_of(counters: Counters) -> ConnectorStats | None:
     """What vLLM is to carry away; None where nothing happened, which costs it nothing."""
-    return None if tally.is_empty else ConnectorStats({"counts": tally.counts, "seconds": tally.seconds})
+    return None if counters.is_empty else ConnectorStats({"counts": counters.counts, "seconds": counters.seconds})
 
 
-def results_tally(results: Results) -> Tally:
+def results_counters(results: Results) -> Counters:
     """One worker's news of one step."""
-    tally = Tally()
-    tally.count(BYTES, "load", sum(report.moved_bytes for report in results.loads.values()))
-    tally.count(BYTES, "save", results.saved_bytes)
-    tally.observe(LOAD, *(report.seconds for report in results.loads.values()))
-    tally.observe(SAVE, *results.save_seconds)
-    return tally
+    counters = Counters()
+    counters.count(BYTES, "load", sum(report.moved_bytes for report in results.loads.values()))
+    counters.count(BYTES, "save", results.saved_bytes)
+    counters.observe(LOAD, *(report.seconds for report in results.loads.values()))
+    counters.observe(SAVE, *results.save_seconds)
+    return counters
 
 
 class PrometheusMetrics(KVConnectorPromMetrics):

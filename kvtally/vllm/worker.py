@@ -31,7 +31,7 @@ from kvtally.core.geometry import GroupLayout, chunk_block_range, needed_blocks,
 from kvtally.core.turns import Turns
 from kvtally.device import Checksums, Device, Move, Steps, cpu
 from kvtally.vllm.layout import EngineLayout
-from kvtally.vllm.meta import LoadJob, LoadReport, Metadata, SaveItem, SaveJob
+from kvtally.vllm.step_jobs import LoadJob, LoadReport, SaveItem, SaveJob, StepJobs
 from kvtally.wire.messages import MissReason, PutObject, PutStatus
 
 log = logging.getLogger("kvtally.vllm")
@@ -66,10 +66,10 @@ class Results:
     lost: dict[int, str] = field(default_factory=dict)  # those of which something will be missing, and why
 
 
-def refused(metadata: Metadata) -> Results:
+def refused(jobs: StepJobs) -> Results:
     """What a worker answers that serves without reuse, because only it knows why it must: the scheduler half waits."""
-    loads = [load.request for load in (*metadata.loads, *metadata.early_loads)]
-    saves = [save.id for save in (*metadata.saves, *metadata.late_saves)]
+    loads = [load.request for load in (*jobs.loads, *jobs.early_loads)]
+    saves = [save.id for save in (*jobs.saves, *jobs.late_saves)]
     return Results(
         finished=set(loads),
         failed=set(loads),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.early_kit import DENSE, Asked, inquiries, request, save, step, store
+from tests.unit.early_kit import DENSE, Asked, inquiries, request, save, scheduler_half, step, store
 from tests.unit.shell import Bench
 from tests.waiting import eventually
 
@@ -22,10 +22,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 @pytest.fixture
 def half(inquiries: Asked) -> Callable[..., Any]:
     from kvtally.vllm.layout import EngineLayout
-    from kvtally.vllm.scheduler import SchedulerHalf
 
     layout = EngineLayout(namespace=DENSE, group_ids=(0,), layer_names=(("l",),), block_tokens=16)
-    return lambda **settings: SchedulerHalf(layout, inquiries, world_size=1, wait_ms=2000, **settings)
+    return lambda **settings: scheduler_half(layout, inquiries, **settings)
 
 
 def matched(half: Any, asked: Any) -> int:
@@ -45,7 +44,7 @@ def test_called_before_scheduling(half: Callable[..., Any], inquiries: Asked, be
     save(bench)
     scheduler = half()
     scheduler.on_new_request(request())
-    scheduler.build_metadata(step({"another": 1}))  # a step in which the scheduler does not come to it
+    scheduler.build_step(step({"another": 1}))  # a step in which the scheduler does not come to it
     eventually(lambda: inquiries.asked[0].answer is not None)
     assert inquiries.asked[0].is_early
     assert inquiries.asked[0].answer is not None
@@ -72,15 +71,15 @@ def test_where_the_engine_holds_nearly_all_nobody_waits_for_the_store(half: Call
     that sooner than anything is loaded."""
     save(bench)
     fast = half()
-    fast._asking.step_launched(100_000)
-    fast._asking.step_done()
+    fast.policy.step_launched(100_000)
+    fast.policy.step_done()
     hit = request("hit")
     fast.on_new_request(hit)
     assert fast.matched_tokens(hit, 192) == (0, False)
-    track = fast._tracks["hit"]
-    assert not fast._asking.is_trifle(track, 1_000_000_000)
-    eventually(lambda: fast._is_path_free(track))  # what is saved of it waits for its path
-    assert len(track.path.chains) == 3
+    track = fast._requests["hit"]
+    assert not fast.policy.is_trifle(track, 1_000_000_000)
+    eventually(lambda: track.are_boundaries_free)  # what is saved of it waits for its path
+    assert len(track.boundaries.chains) == 3
     slow, cold = half(), request("cold")
     slow.on_new_request(cold)
     assert matched(slow, cold) == 192

@@ -13,8 +13,7 @@ import pytest
 from kvtally.client import Lease, Miss, StoreClient
 from kvtally.core.geometry import GroupLayout, LayerView
 from kvtally.device import cpu
-from kvtally.vllm.path import Extras
-from kvtally.vllm.path import Path as TokenPath
+from kvtally.vllm.boundaries import Boundaries, Extras
 from kvtally.wire.messages import Lookup, PutObject, PutStatus
 from tests.unit.early_kit import CHUNK, DENSE, PROMPT, store
 from tests.unit.shell import Bench, Running
@@ -42,7 +41,7 @@ class Scene:
         self.clients: list[StoreClient] = []
         self.scheduler = StoreClient(path, namespace=DENSE)
         self.content = np.random.default_rng(3).integers(1, 256, (CHUNKS, OBJECT_BYTES), np.uint8)
-        tokens = TokenPath(CHUNK, Extras())
+        tokens = Boundaries(CHUNK, Extras())
         tokens.extend(PROMPT, len(PROMPT))
         self.chains = b"".join(tokens.chains)
         chunks = [PutObject(*tokens.chunk(index), 0, 0, OBJECT_BYTES) for index in range(CHUNKS)]
@@ -72,7 +71,7 @@ class Scene:
         return self.end()
 
     def begin(self, lease: Lease, *, have: int = 0) -> None:
-        from kvtally.vllm.meta import LoadJob
+        from kvtally.vllm.step_jobs import LoadJob
 
         self.worker.load([LoadJob("r", lease.share(), ENDS, ENDS[-1], have, [TABLE])])
 
@@ -195,7 +194,7 @@ def test_steps_without_a_pause_between_them_do_not_keep_copies_waiting(
 
 
 def test_an_idle_engine_goes_on_when_its_load_is_under_way(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtally.vllm.meta import LoadJob
+    from kvtally.vllm.step_jobs import LoadJob
 
     monkeypatch.setattr("kvtally.vllm.worker.BEGIN_S", HOUR_S)
     scene.worker.load_first([LoadJob("r", scene.lease().share(), ENDS, ENDS[-1], 0, [TABLE])])
@@ -204,7 +203,7 @@ def test_an_idle_engine_goes_on_when_its_load_is_under_way(scene: Scene, monkeyp
 
 
 def test_an_idle_engine_does_not_wait_for_a_thread_that_does_nothing(scene: Scene) -> None:
-    from kvtally.vllm.meta import LoadJob
+    from kvtally.vllm.step_jobs import LoadJob
 
     scene.worker.stop()
     scene.worker.load_first([LoadJob("r", scene.lease().share(), ENDS, ENDS[-1], 0, [TABLE])])
@@ -236,7 +235,7 @@ class Failing:
 
 
 def test_slots_of_a_save_that_failed_are_given_back(scene: Scene) -> None:
-    from kvtally.vllm.meta import SaveItem, SaveJob
+    from kvtally.vllm.step_jobs import SaveItem, SaveJob
 
     device: Any = Failing()
     scene.worker._device = device
@@ -261,7 +260,7 @@ def test_slots_of_a_save_that_failed_are_given_back(scene: Scene) -> None:
 
 
 def test_what_the_store_refuses_is_said_once(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    from kvtally.vllm.meta import SaveItem, SaveJob
+    from kvtally.vllm.step_jobs import SaveItem, SaveJob
 
     item = SaveItem(bytes(31), bytes(32), 0, CHUNK, 0, TABLE[:4])  # no chain value
     for number in (1, 2):
@@ -309,7 +308,7 @@ def overwrite(path: str) -> None:
     """Fill a store of 1 MiB with other bytes, twice over."""
     with StoreClient(path, namespace=DENSE) as other:
         for number in range(8):
-            tokens = TokenPath(CHUNK, Extras())
+            tokens = Boundaries(CHUNK, Extras())
             tokens.extend([1000 + number] * CHUNK, CHUNK)
             item = PutObject(*tokens.chunk(0), 0, 0, 256 * 1024)
             assert other.put([(item, bytes([255]) * 256 * 1024)], timeout_s=30) == [PutStatus.WRITE]

@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def test_a_load_is_whole_only_if_every_rank_has_it() -> None:
-    from kvtally.vllm.meta import LoadReport, WorkerReport
+    from kvtally.vllm.step_jobs import LoadReport, WorkerReport
 
     good = LoadReport(moved_bytes=10, seconds=1.0, verified=True)
     bad = LoadReport(moved_bytes=4, seconds=3.0, reason=MissReason.CHECKSUM)

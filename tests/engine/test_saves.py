@@ -12,7 +12,7 @@ from msgspec import structs
 
 from kvtally.client import Miss, StoreClient
 from kvtally.core.receipts import Half
-from tests.unit.early_kit import CHUNK, DENSE, Asked, inquiries, request, step, store
+from tests.unit.early_kit import CHUNK, DENSE, Asked, inquiries, request, scheduler_half, step, store
 from tests.unit.shell import Bench
 from tests.waiting import eventually
 
@@ -44,11 +44,10 @@ class Scene:
 
     def __init__(self, inquiries: Asked, *, reads: bool = False) -> None:
         from kvtally.vllm.layout import EngineLayout
-        from kvtally.vllm.scheduler import SchedulerHalf
 
         layout = EngineLayout(namespace=DENSE, group_ids=(0,), layer_names=(("l",),), block_tokens=BLOCK)
         self.pool = Pool()
-        self.half = SchedulerHalf(layout, inquiries, world_size=1, wait_ms=2000, reads=reads)
+        self.half = scheduler_half(layout, inquiries, reads=reads)
         self.half.bind(SimpleNamespace(block_pool=self.pool))  # type: ignore[arg-type]
         self.tables: dict[str, list[int]] = {}
         self.read: list[str] = []  # whose table was asked for
@@ -70,14 +69,14 @@ class Scene:
 
     def metadata(self, scheduled: dict[str, int], **changes: Any) -> Any:
         state = SimpleNamespace(get_block_ids=self._table, boundary_state_offloads={})
-        return self.half.build_metadata(step(scheduled, **{"kv_connector_block_state": state} | changes))
+        return self.half.build_step(step(scheduled, **{"kv_connector_block_state": state} | changes))
 
     def _table(self, name: str) -> list[list[int]]:
         self.read.append(name)
         return [self.tables[name]]
 
     def saved(self, *jobs: int, lost: dict[int, str] | None = None) -> None:
-        from kvtally.vllm.meta import WorkerReport
+        from kvtally.vllm.step_jobs import WorkerReport
 
         self.half.update(WorkerReport(dict.fromkeys(jobs, 1), 0, {}, {}, lost or {}))
 
@@ -131,7 +130,7 @@ def test_no_more_than_a_quarter_is_held_and_the_rest_is_saved_later(scene: Scene
     assert len(scene.step("a", "b", "c")) == 3  # the third began when eight were held
     assert scene.step("a") == []
     assert len(scene.pool.held) == 12
-    assert scene.half.tally.counts["saves"] == {"taken": 3, "left": 1}
+    assert scene.half.counters.counts["saves"] == {"taken": 3, "left": 1}
     scene.saved(1, 2, 3)
     assert scene.step("a") == [[5, 6, 7, 8]]
 
@@ -143,11 +142,11 @@ def test_a_decode_that_completes_nothing_costs_nothing(scene: Scene) -> None:
         scene.step(name)
         scene.step(name, tokens=1)  # the prompt's end; by then as many are held as may be
         scene.asked[name].num_tokens += 1
-    read, counted = list(scene.read), dict(scene.half.tally.counts["saves"])
+    read, counted = list(scene.read), dict(scene.half.counters.counts["saves"])
     for _ in range(3):
         assert scene.step("a", "b", "c", tokens=1) == []
     assert scene.read == read
-    assert scene.half.tally.counts["saves"] == counted  # nothing is left where nothing is to be saved
+    assert scene.half.counters.counts["saves"] == counted  # nothing is left where nothing is to be saved
 
 
 def test_a_promise_that_cannot_be_kept_is_withdrawn(scene: Scene, bench: Bench) -> None:
@@ -159,7 +158,7 @@ def test_a_promise_that_cannot_be_kept_is_withdrawn(scene: Scene, bench: Bench) 
     scene.saved(1)
     scene.saved(2, lost={2: "arena_full"})
     eventually(lambda: promise(bench, "p") == (0, "arena_full"))
-    assert not scene.half._held
+    assert not scene.half.saves._held
 
 
 def test_what_could_not_be_saved_is_not_promised(scene: Scene, bench: Bench) -> None:
@@ -208,9 +207,9 @@ def test_a_hand_off_saves_what_was_left(scene: Scene) -> None:
 
 def full(scene: Scene, name: str, tokens: int) -> None:
     """A step computes so many tokens, while as many blocks are held as may be: nothing of it is saved."""
-    scene.half._held_blocks += POOL
+    scene.half.saves._held_blocks += POOL
     assert scene.step(name, tokens=tokens) == []
-    scene.half._held_blocks -= POOL
+    scene.half.saves._held_blocks -= POOL
 
 
 def finish(scene: Scene, name: str) -> list[tuple[int, int]]:
@@ -233,7 +232,7 @@ def test_requests_that_end_hold_no_more_than_a_quarter_either(scene: Scene) -> N
         saved.append(finish(scene, name))
     assert saved == [[(0, 64), (64, 83)], [(0, 64)], [], []]  # six blocks, and four more
     assert len(scene.pool.held) == POOL / 4
-    assert scene.half.tally.counts["saves"] == {"left": 4 + 3, "taken": 2}
+    assert scene.half.counters.counts["saves"] == {"left": 4 + 3, "taken": 2}
 
 
 def test_hand_offs_do_not_hold_everything(scene: Scene) -> None:
@@ -263,7 +262,9 @@ def test_prefill_accounts_for_its_prompt_as_decode_does(scene: Scene, bench: Ben
 @pytest.fixture
 def covered(inquiries: Asked, monkeypatch: pytest.MonkeyPatch) -> Scene:
     """A request of which the engine's own cache has nearly all."""
-    monkeypatch.setattr("kvtally.vllm.asking.Asking.is_trifle", lambda self, track, tokens: tokens <= CHUNK // 2)
+    monkeypatch.setattr(
+        "kvtally.vllm.lookup_policy.LookupPolicy.is_trifle", lambda self, track, tokens: tokens <= CHUNK // 2
+    )
     scene = Scene(inquiries, reads=True)
     inquiries.walks = False
     scene.arrive("a", 1, 2 * CHUNK - 15, computed=CHUNK + 32)
@@ -272,7 +273,7 @@ def covered(inquiries: Asked, monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 def walked(scene: Scene) -> None:
     """The inquiry thread has come to its path."""
-    inquiry = scene.half._tracks["a"].life.inquiry
+    inquiry = scene.half._requests["a"].attempt.lookup
     assert inquiry is not None
     inquiry.walk()
 
@@ -309,7 +310,7 @@ def test_loads_wait_for_a_step_that_touches_blocks_and_for_no_other(scene: Scene
         ({"scheduled": {}, "new_block_ids_to_zero": [3]}, False),
         ({"scheduled": {}, "kv_cache_block_copies": [object()]}, False),
     ):
-        scene.half._loads = [job]
+        scene.half.loads._jobs = [job]
         metadata = scene.metadata(**changes)  # type: ignore[arg-type]
         assert (metadata.early_loads, metadata.loads) == (([job], []) if is_early else ([], [job]))
-        assert scene.half._loads == []
+        assert scene.half.loads._jobs == []

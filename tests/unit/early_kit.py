@@ -10,9 +10,10 @@ import pytest
 
 from kvtally.client import Miss, StoreClient
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
-from kvtally.vllm.inquiry import Inquiries, Inquiry
-from kvtally.vllm.path import Extras
-from kvtally.vllm.path import Path as TokenPath
+from kvtally.vllm.boundaries import Boundaries, Extras
+from kvtally.vllm.counters import Counters
+from kvtally.vllm.lookup_policy import LookupPolicy
+from kvtally.vllm.lookup_thread import LookupThread, PromptLookup
 from kvtally.wire.messages import PutObject, PutStatus
 from tests.unit.shell import Bench, Running
 
@@ -26,24 +27,24 @@ DENSE = Namespace(
 PROMPT = list(range(200))
 
 
-class Asked(Inquiries):
+class Asked(LookupThread):
     """Remembers what it was asked."""
 
     def __init__(self, connect: Callable[[], StoreClient]) -> None:
-        super().__init__(connect)
-        self.asked: list[Inquiry] = []
-        self.wanted: list[Inquiry] = []
+        super().__init__(connect, DENSE)
+        self.asked: list[PromptLookup] = []
+        self.wanted: list[PromptLookup] = []
         self.walks = True  # False: as if its thread had not come to it yet
 
-    def walk(self, inquiry: Inquiry) -> None:
+    def walk(self, inquiry: PromptLookup) -> None:
         if self.walks:
             super().walk(inquiry)
 
-    def ask(self, inquiry: Inquiry) -> None:
+    def ask(self, inquiry: PromptLookup) -> None:
         self.asked.append(inquiry)
         super().ask(inquiry)
 
-    def want(self, inquiry: Inquiry) -> None:
+    def want(self, inquiry: PromptLookup) -> None:
         self.wanted.append(inquiry)
         super().want(inquiry)
 
@@ -59,6 +60,15 @@ def inquiries(bench: Bench, store: Running) -> Iterator[Asked]:
     inquiries.start()
     yield inquiries
     inquiries.stop()
+
+
+def scheduler_half(layout: Any, thread: LookupThread, **settings: Any) -> Any:
+    """One of one rank. Settings are those of the policy for lookups, and of the half itself."""
+    from kvtally.vllm.scheduler import SchedulerHalf
+
+    own = {name: settings.pop(name) for name in ("may_save", "names_images", "on_reset", "events") if name in settings}
+    policy = LookupPolicy(thread, Counters(), wait_ms=2000, may_leave=not layout.has_states, **settings)
+    return SchedulerHalf(layout, policy, world_size=1, **own)
 
 
 def request(name: str = "r", tokens: list[int] = PROMPT, **changes: Any) -> Any:
@@ -88,7 +98,7 @@ def request(name: str = "r", tokens: list[int] = PROMPT, **changes: Any) -> Any:
 
 
 def save(bench: Bench, tokens: list[int] = PROMPT) -> None:
-    path = TokenPath(CHUNK, Extras())
+    path = Boundaries(CHUNK, Extras())
     path.extend(tokens, len(tokens))
     chunks = [path.chunk(index) for index in range(len(path.chains))]
     objects = [(PutObject(*chunk, 0, 0, 256), bytes(256)) for chunk in chunks]

@@ -15,13 +15,12 @@ import pytest
 from kvtally.client import StoreClient
 from kvtally.core.handoff import Handoff
 from kvtally.core.receipts import Role
-from kvtally.vllm import asking as asking_module
-from kvtally.vllm.asking import Asking
-from kvtally.vllm.inquiry import Answer, Inquiries, Inquiry
-from kvtally.vllm.path import Extras
-from kvtally.vllm.path import Path as TokenPath
-from kvtally.vllm.tally import Tally
-from kvtally.vllm.track import Track
+from kvtally.vllm import lookup_policy
+from kvtally.vllm.boundaries import Boundaries, Extras
+from kvtally.vllm.counters import Counters
+from kvtally.vllm.lookup_policy import LookupPolicy
+from kvtally.vllm.lookup_thread import LookupAnswer, LookupThread, PromptLookup
+from kvtally.vllm.tracked_request import TrackedRequest
 from kvtally.wire.messages import MissReason
 from tests.unit.early_kit import CHUNK, DENSE, PROMPT, Asked, inquiries, request, save, store
 from tests.unit.shell import Bench, Running
@@ -33,27 +32,27 @@ HOUR_MS = int(HOUR_S * 1e3)
 
 
 @pytest.fixture
-def asking(inquiries: Asked, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asking]:
-    monkeypatch.setattr(asking_module, "REFRESH_NS", HOUR_MS * 1_000_000)
+def asking(inquiries: Asked, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LookupPolicy]:
+    monkeypatch.setattr(lookup_policy, "REFRESH_NS", HOUR_MS * 1_000_000)
 
-    def make(*, wait_ms: int = HOUR_MS, **settings: Any) -> Asking:
-        return Asking(inquiries, Tally(), full_groups=(0,), wait_ms=wait_ms, **settings)
+    def make(*, wait_ms: int = HOUR_MS, **settings: Any) -> LookupPolicy:
+        return LookupPolicy(inquiries, Counters(), wait_ms=wait_ms, **settings)
 
     return make
 
 
-def question(name: str = "r", tokens: list[int] = PROMPT, **changes: Any) -> Track:
-    return Track(request(name, tokens, **changes), TokenPath(CHUNK, Extras()))
+def question(name: str = "r", tokens: list[int] = PROMPT, **changes: Any) -> TrackedRequest:
+    return TrackedRequest(request(name, tokens, **changes), Boundaries(CHUNK, Extras()), may_save=True)
 
 
-def matched(asking: Asking, asked: Track) -> int:
+def matched(asking: LookupPolicy, asked: TrackedRequest) -> int:
     """As the scheduler does it: ask in every step until there is an answer."""
     eventually(lambda: asking.answer(asked) is not None)
-    assert asked.life.answer is not None
-    return asked.life.answer.end_tokens
+    assert asked.attempt.answer is not None
+    return asked.attempt.answer.end_tokens
 
 
-def test_called_before_scheduling(asking: Callable[..., Asking], inquiries: Asked, bench: Bench) -> None:
+def test_called_before_scheduling(asking: Callable[..., LookupPolicy], inquiries: Asked, bench: Bench) -> None:
     """The lookup is answered before the scheduler has asked for anything, and without its help."""
     save(bench)
     asking().arrived(question())
@@ -63,7 +62,7 @@ def test_called_before_scheduling(asking: Callable[..., Asking], inquiries: Aske
     assert inquiries.asked[0].answer.end_tokens == 192
 
 
-def test_skipped_for_incomplete_prompts(asking: Callable[..., Asking], inquiries: Asked, bench: Bench) -> None:
+def test_skipped_for_incomplete_prompts(asking: Callable[..., LookupPolicy], inquiries: Asked, bench: Bench) -> None:
     """A streaming input is asked about when it is scheduled, not before its tokens are there."""
     save(bench)
     scheduler = asking()
@@ -75,7 +74,7 @@ def test_skipped_for_incomplete_prompts(asking: Callable[..., Asking], inquiries
     assert [inquiry.is_early for inquiry in inquiries.asked] == [False]
 
 
-def test_idempotent(asking: Callable[..., Asking], inquiries: Asked, bench: Bench) -> None:
+def test_idempotent(asking: Callable[..., LookupPolicy], inquiries: Asked, bench: Bench) -> None:
     """One lookup for one request, whatever the order and number of calls."""
     save(bench)
     scheduler = asking()
@@ -88,7 +87,7 @@ def test_idempotent(asking: Callable[..., Asking], inquiries: Asked, bench: Benc
     assert len(inquiries.asked) == 2
 
 
-def test_off_switch(asking: Callable[..., Asking], inquiries: Asked, bench: Bench, store: Running) -> None:
+def test_off_switch(asking: Callable[..., LookupPolicy], inquiries: Asked, bench: Bench, store: Running) -> None:
     """With `prefetch: off` nothing happens until the scheduler asks; then the same is found."""
     save(bench)
     scheduler = asking(prefetch=False)
@@ -101,7 +100,9 @@ def test_off_switch(asking: Callable[..., Asking], inquiries: Asked, bench: Benc
     assert [inquiry.is_early for inquiry in inquiries.asked] == [False]
 
 
-def test_the_deadline_counts_from_when_the_scheduler_comes(asking: Callable[..., Asking], inquiries: Asked) -> None:
+def test_the_deadline_counts_from_when_the_scheduler_comes(
+    asking: Callable[..., LookupPolicy], inquiries: Asked
+) -> None:
     scheduler = asking(wait_ms=2000)
     asked = question()
     scheduler.arrived(asked)
@@ -113,10 +114,10 @@ def test_the_deadline_counts_from_when_the_scheduler_comes(asking: Callable[...,
 
 
 def test_what_was_saved_while_a_request_queued_is_found(
-    asking: Callable[..., Asking], inquiries: Asked, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    asking: Callable[..., LookupPolicy], inquiries: Asked, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = asking()
-    monkeypatch.setattr(asking_module, "REFRESH_NS", 0)
+    monkeypatch.setattr(lookup_policy, "REFRESH_NS", 0)
     asked = question()
     scheduler.arrived(asked)
     eventually(lambda: inquiries.asked[0].answer is not None)
@@ -126,7 +127,7 @@ def test_what_was_saved_while_a_request_queued_is_found(
 
 
 def test_an_aborted_request_gives_back_what_it_holds(
-    asking: Callable[..., Asking], inquiries: Asked, bench: Bench, store: Running
+    asking: Callable[..., LookupPolicy], inquiries: Asked, bench: Bench, store: Running
 ) -> None:
     save(bench)
     scheduler = asking()
@@ -135,16 +136,16 @@ def test_an_aborted_request_gives_back_what_it_holds(
         scheduler.arrived(asked)
         if is_matched:
             matched(scheduler, asked)
-            assert asked.life.answer is not None
-            assert asked.life.answer.lease is not None
-            inquiries.release(asked.life.answer.lease)
+            assert asked.attempt.answer is not None
+            assert asked.attempt.answer.lease is not None
+            inquiries.release(asked.attempt.answer.lease)
         scheduler.ended(asked)
     eventually(lambda: inquiries.asked[0].answer is not None)
     eventually(lambda: store.stats("leases", "open") == 0)
     assert store.stats("arena", "held_bytes") == 0
 
 
-def test_place_and_priority_reach_the_store(asking: Callable[..., Asking], inquiries: Asked) -> None:
+def test_place_and_priority_reach_the_store(asking: Callable[..., LookupPolicy], inquiries: Asked) -> None:
     scheduler = asking()
     first = question("r0")
     scheduler.arrived(first)
@@ -156,7 +157,7 @@ def test_place_and_priority_reach_the_store(asking: Callable[..., Asking], inqui
 
 
 def test_loading_is_weighed_only_when_the_rate_is_known_and_not_when_told_to_load_always(
-    asking: Callable[..., Asking], inquiries: Asked, clock: Clock
+    asking: Callable[..., LookupPolicy], inquiries: Asked, clock: Clock
 ) -> None:
     clock.stop()
     for always_load in (False, True):
@@ -170,7 +171,7 @@ def test_loading_is_weighed_only_when_the_rate_is_known_and_not_when_told_to_loa
     assert (unknown, known, never) == (0, 50_000, 0)
 
 
-def rate(scheduler: Asking, clock: Clock, happened: list[tuple[int, int | None]]) -> float:
+def rate(scheduler: LookupPolicy, clock: Clock, happened: list[tuple[int, int | None]]) -> float:
     """Steps by the millisecond: so many tokens are launched, or the oldest is done (None)."""
     clock.stop()
     now_ms = 0
@@ -184,7 +185,7 @@ def rate(scheduler: Asking, clock: Clock, happened: list[tuple[int, int | None]]
     return scheduler._rate.tokens_s
 
 
-def test_empty_steps_do_not_end_others(asking: Callable[..., Asking], clock: Clock) -> None:
+def test_empty_steps_do_not_end_others(asking: Callable[..., LookupPolicy], clock: Clock) -> None:
     """An engine that has waited for a load launches the rest of the prompt before it hears that the empty step is done:
     2,000 tokens in 96 ms, not in 4."""
     happened: list[tuple[int, int | None]] = []
@@ -195,7 +196,7 @@ def test_empty_steps_do_not_end_others(asking: Callable[..., Asking], clock: Clo
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_a_step_whose_end_is_never_heard_of_shifts_nothing(
-    asking: Callable[..., Asking], clock: Clock, in_flight: int
+    asking: Callable[..., LookupPolicy], clock: Clock, in_flight: int
 ) -> None:
     """Steps of a prompt and of one token take turns. Taken for one another, they would make the engine ten times as
     fast."""
@@ -214,9 +215,9 @@ def test_a_step_whose_end_is_never_heard_of_shifts_nothing(
 
 
 def test_an_idle_engine_waits_for_the_answer_instead_of_asking_again(
-    asking: Callable[..., Asking], bench: Bench, monkeypatch: pytest.MonkeyPatch
+    asking: Callable[..., LookupPolicy], bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking_module, "IDLE_WAIT_S", HANG_S)
+    monkeypatch.setattr(lookup_policy, "IDLE_WAIT_S", HANG_S)
     save(bench)
     scheduler = asking()
     asked = question()
@@ -233,13 +234,13 @@ class Nobody(Asked):
         super().__init__(lambda: StoreClient("nowhere"))  # not started
         self.waits = 0
 
-    def wait(self, inquiry: Inquiry, timeout_s: float) -> None:
+    def wait(self, inquiry: PromptLookup, timeout_s: float) -> None:
         self.waits += 1
 
 
 def test_it_does_not_wait_where_others_wait_for_it() -> None:
     nobody = Nobody()
-    scheduler = Asking(nobody, Tally(), full_groups=(0,), wait_ms=HOUR_MS, is_alone=False)
+    scheduler = LookupPolicy(nobody, Counters(), wait_ms=HOUR_MS, is_alone=False)
     asked = question()
     scheduler.arrived(asked)
     assert scheduler.answer(asked) is None
@@ -248,9 +249,9 @@ def test_it_does_not_wait_where_others_wait_for_it() -> None:
 
 def test_it_waits_once_in_a_step_and_not_while_anything_runs() -> None:
     nobody = Nobody()
-    scheduler = Asking(nobody, Tally(), full_groups=(0,), wait_ms=HOUR_MS)
+    scheduler = LookupPolicy(nobody, Counters(), wait_ms=HOUR_MS)
 
-    def waits(asked: Track) -> bool:
+    def waits(asked: TrackedRequest) -> bool:
         before = nobody.waits
         assert scheduler.answer(asked) is None
         return nobody.waits > before
@@ -273,7 +274,7 @@ def test_it_waits_once_in_a_step_and_not_while_anything_runs() -> None:
 # ---- what is not worth asking for
 
 
-def test_a_trifle_is_computed(asking: Callable[..., Asking], clock: Clock) -> None:
+def test_a_trifle_is_computed(asking: Callable[..., LookupPolicy], clock: Clock) -> None:
     scheduler = asking()
     asked = question()
     assert not scheduler.is_trifle(asked, 1)  # how fast this engine is, is not known yet
@@ -283,11 +284,11 @@ def test_a_trifle_is_computed(asking: Callable[..., Asking], clock: Clock) -> No
     scheduler.step_done()
     assert scheduler.is_trifle(asked, 4)
     assert not scheduler.is_trifle(asked, 6)
-    handed_over = Track(request(), TokenPath(CHUNK, Extras()), Handoff(ticket="t", role=Role.DECODE))
+    handed_over = TrackedRequest(request(), Boundaries(CHUNK, Extras()), Handoff(ticket="t", role=Role.DECODE))
     assert not scheduler.is_trifle(handed_over, 4)
 
 
-def test_always_load_loads_trifles_too(asking: Callable[..., Asking]) -> None:
+def test_always_load_loads_trifles_too(asking: Callable[..., LookupPolicy]) -> None:
     scheduler = asking(always_load=True)
     scheduler.step_launched(1_000_000_000)
     scheduler.step_done()
@@ -297,11 +298,11 @@ def test_always_load_loads_trifles_too(asking: Callable[..., Asking]) -> None:
 def test_what_was_asked_for_a_trifle_is_given_back(bench: Bench, store: Running) -> None:
     save(bench)
     late = Asked(lambda: StoreClient(str(bench.path), namespace=DENSE))
-    scheduler = Asking(late, Tally(), full_groups=(0,), wait_ms=HOUR_MS)
+    scheduler = LookupPolicy(late, Counters(), wait_ms=HOUR_MS)
     asked = question()
     scheduler.arrived(asked)
-    assert scheduler.leave(asked, is_saved=True)
-    assert scheduler.answer(asked) == Answer(0, [], None, MissReason.NO_GAIN, 0.0)
+    assert scheduler.leave(asked)
+    assert scheduler.answer(asked) == LookupAnswer(reason=MissReason.NO_GAIN)
     scheduler.ended(asked)
     late.start()
     eventually(lambda: late.asked[0].answer is not None)
@@ -309,13 +310,13 @@ def test_what_was_asked_for_a_trifle_is_given_back(bench: Bench, store: Running)
     late.stop()
 
 
-def test_an_engine_first_looks_at_its_own_cache(asking: Callable[..., Asking], inquiries: Asked) -> None:
+def test_an_engine_first_looks_at_its_own_cache(asking: Callable[..., LookupPolicy], inquiries: Asked) -> None:
     """What that covers, the store never hears of."""
     scheduler = asking(may_leave=True)
     for name in ("first", "second"):
         asked = question(name)
         scheduler.arrived(asked)
-        assert scheduler.leave(asked, is_saved=True)
+        assert scheduler.leave(asked)
         scheduler.began(asked)
         scheduler.step_launched(1)
     assert inquiries.asked == []
@@ -323,31 +324,35 @@ def test_an_engine_first_looks_at_its_own_cache(asking: Callable[..., Asking], i
 
 @pytest.mark.parametrize(("is_saved", "is_opaque"), [(True, False), (False, False), (True, True)])
 def test_the_path_of_what_nobody_is_asked_about_is_walked_elsewhere(
-    asking: Callable[..., Asking], inquiries: Asked, monkeypatch: pytest.MonkeyPatch, is_saved: bool, is_opaque: bool
+    asking: Callable[..., LookupPolicy],
+    inquiries: Asked,
+    monkeypatch: pytest.MonkeyPatch,
+    is_saved: bool,
+    is_opaque: bool,
 ) -> None:
     """Chains of a long prompt take milliseconds, which are not the scheduler's."""
     walkers: list[str] = []
-    whole = Inquiry.walk
+    whole = PromptLookup.walk
 
-    def walk(self: Inquiry) -> None:
+    def walk(self: PromptLookup) -> None:
         walkers.append(threading.current_thread().name)
         whole(self)
 
-    monkeypatch.setattr(Inquiry, "walk", walk)
+    monkeypatch.setattr(PromptLookup, "walk", walk)
     scheduler, asked = asking(may_leave=True), question()
-    asked.is_opaque = is_opaque
+    asked.is_opaque, asked.may_save = is_opaque, is_saved and not is_opaque
     scheduler.arrived(asked)
-    assert scheduler.leave(asked, is_saved=is_saved)
+    assert scheduler.leave(asked)
     if is_saved and not is_opaque:
-        eventually(lambda: asked.life.inquiry is not None and asked.life.inquiry.path_ready)
-        assert asked.path.end_tokens == 192
+        eventually(lambda: asked.attempt.lookup is not None and asked.attempt.lookup.is_walked)
+        assert asked.boundaries.end_tokens == 192
     inquiries.stop()
-    assert walkers == ["kvtally-inquiry"] * (is_saved and not is_opaque)
+    assert walkers == ["kvtally-lookup"] * (is_saved and not is_opaque)
     assert inquiries.asked == []
 
 
 def test_where_many_arrive_before_a_step_the_first_are_asked_about_meanwhile(
-    asking: Callable[..., Asking], inquiries: Asked, clock: Clock
+    asking: Callable[..., LookupPolicy], inquiries: Asked, clock: Clock
 ) -> None:
     scheduler = asking(may_leave=True)
     clock.stop()
@@ -355,13 +360,13 @@ def test_where_many_arrive_before_a_step_the_first_are_asked_about_meanwhile(
     scheduler.arrived(first)
     clock.forward(1.0)
     scheduler.arrived(second)
-    assert inquiries.asked == [first.life.inquiry]
+    assert inquiries.asked == [first.attempt.lookup]
     scheduler.step_launched(0)
-    assert inquiries.asked == [first.life.inquiry, second.life.inquiry]
+    assert inquiries.asked == [first.attempt.lookup, second.attempt.lookup]
 
 
 @pytest.fixture
-def arrived(asking: Callable[..., Asking], bench: Bench) -> tuple[Asking, Track]:
+def arrived(asking: Callable[..., LookupPolicy], bench: Bench) -> tuple[LookupPolicy, TrackedRequest]:
     """A request that the store has, and that the scheduler has not come to yet."""
     save(bench)
     scheduler, asked = asking(may_leave=True), question()
@@ -370,7 +375,7 @@ def arrived(asking: Callable[..., Asking], bench: Bench) -> tuple[Asking, Track]
 
 
 def test_whom_the_scheduler_does_not_come_to_is_asked_about_after_its_step(
-    arrived: tuple[Asking, Track], inquiries: Asked
+    arrived: tuple[LookupPolicy, TrackedRequest], inquiries: Asked
 ) -> None:
     scheduler, asked = arrived
     scheduler.step_launched(0)
@@ -380,48 +385,52 @@ def test_whom_the_scheduler_does_not_come_to_is_asked_about_after_its_step(
     assert len(inquiries.asked) == 1
 
 
-def test_what_was_left_is_asked_about_when_it_is_evicted(arrived: tuple[Asking, Track], inquiries: Asked) -> None:
+def test_what_was_left_is_asked_about_when_it_is_evicted(
+    arrived: tuple[LookupPolicy, TrackedRequest], inquiries: Asked
+) -> None:
     """It waited for room, and others took what the engine's own cache had of it."""
     scheduler, asked = arrived
-    assert scheduler.leave(asked, is_saved=True)
+    assert scheduler.leave(asked)
     assert scheduler.come_back(asked)
     assert matched(scheduler, asked) == 192
     assert not scheduler.come_back(asked)  # that answer stays
     assert matched(scheduler, asked) == 192
     assert len(inquiries.asked) == 1
-    assert asked.path.end_tokens == 192
+    assert asked.boundaries.end_tokens == 192
     assert (scheduler._waiting, scheduler._running) == (1, 0)
 
 
 def test_the_early_answer_that_was_left_is_given_back_before_it_is_asked_for_again(
-    asking: Callable[..., Asking], inquiries: Asked, bench: Bench, store: Running
+    asking: Callable[..., LookupPolicy], inquiries: Asked, bench: Bench, store: Running
 ) -> None:
     save(bench)
     scheduler = asking()
     asked = question()
     scheduler.arrived(asked)
-    if scheduler.leave(asked, is_saved=True):  # else the store was quicker
+    if scheduler.leave(asked):  # else the store was quicker
         assert scheduler.come_back(asked)
         assert len(inquiries.asked) == 1
     assert matched(scheduler, asked) == 192
     scheduler.ended(asked)
-    assert asked.life.answer is not None
-    assert asked.life.answer.lease is not None
-    inquiries.release(asked.life.answer.lease)
+    assert asked.attempt.answer is not None
+    assert asked.attempt.answer.lease is not None
+    inquiries.release(asked.attempt.answer.lease)
     eventually(lambda: store.stats("leases", "open") == 0)
 
 
-def test_an_engine_that_does_not_read_leaves_what_is_evicted(asking: Callable[..., Asking], inquiries: Asked) -> None:
+def test_an_engine_that_does_not_read_leaves_what_is_evicted(
+    asking: Callable[..., LookupPolicy], inquiries: Asked
+) -> None:
     scheduler = asking(may_leave=True, reads=False)
     asked = question()
-    assert scheduler.leave(asked, is_saved=True)
-    walked = asked.life.inquiry
+    assert scheduler.leave(asked)
+    walked = asked.attempt.lookup
     assert not scheduler.come_back(asked)
-    assert asked.life.inquiry is walked  # until its path is there, nobody else may walk it
+    assert asked.attempt.lookup is walked  # until its path is there, nobody else may walk it
     assert inquiries.asked == []
 
 
-def test_nobody_asks_about_an_aborted_request(asking: Callable[..., Asking], inquiries: Asked) -> None:
+def test_nobody_asks_about_an_aborted_request(asking: Callable[..., LookupPolicy], inquiries: Asked) -> None:
     scheduler = asking(may_leave=True)
     asked = question()
     scheduler.arrived(asked)
@@ -430,30 +439,30 @@ def test_nobody_asks_about_an_aborted_request(asking: Callable[..., Asking], inq
     assert inquiries.asked == []
 
 
-def test_an_answer_that_is_there_is_taken(asking: Callable[..., Asking], inquiries: Asked, bench: Bench) -> None:
+def test_an_answer_that_is_there_is_taken(asking: Callable[..., LookupPolicy], inquiries: Asked, bench: Bench) -> None:
     save(bench)
     scheduler = asking()
     asked = question()
     scheduler.arrived(asked)
     eventually(lambda: inquiries.asked[0].answer is not None)
-    assert not scheduler.leave(asked, is_saved=True)
+    assert not scheduler.leave(asked)
     assert matched(scheduler, asked) == 192
 
 
 def test_a_failed_turn_leaves_what_is_answered_as_it_is(
-    asking: Callable[..., Asking], inquiries: Asked, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    asking: Callable[..., LookupPolicy], inquiries: Asked, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(bench)
-    whole = Inquiries._advance
+    whole = LookupThread._advance
 
-    def fail(self: Inquiries, client: StoreClient, inquiry: Inquiry) -> bool:
+    def fail(self: LookupThread, client: StoreClient, inquiry: PromptLookup) -> bool:
         is_over = whole(self, client, inquiry)
         if is_over:
             inquiry.is_cancelled = True  # its lease would be given back
             raise ValueError("for a test")
         return is_over
 
-    monkeypatch.setattr(Inquiries, "_advance", fail)
+    monkeypatch.setattr(LookupThread, "_advance", fail)
     asking().arrived(question())
     eventually(lambda: bool(inquiries.asked) and inquiries.asked[0].answer is not None and not inquiries._active)
     answer = inquiries.asked[0].answer

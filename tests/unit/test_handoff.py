@@ -15,10 +15,9 @@ from kvtally.client import Miss, StoreClient
 from kvtally.core.handoff import Handoff
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.core.receipts import Half, Role
+from kvtally.vllm.boundaries import Boundaries, Boundary, Extras
 from kvtally.vllm.handoff import handoff_of, shorten_for_prefill
-from kvtally.vllm.inquiry import Answer, Inquiries, Inquiry
-from kvtally.vllm.path import Boundary, Extras
-from kvtally.vllm.path import Path as TokenPath
+from kvtally.vllm.lookup_thread import LookupAnswer, LookupThread, PromptLookup
 from kvtally.wire.messages import MissReason, PutObject, PutStatus
 from tests.unit.shell import Bench
 from tests.waiting import HANG_S, HOUR_S, Clock, eventually
@@ -96,23 +95,23 @@ def test_where_there_is_nothing_to_hand_over_nothing_is_changed(untouched: Any) 
 
 
 @pytest.fixture
-def inquiries(bench: Bench) -> Iterator[Inquiries]:
+def inquiries(bench: Bench) -> Iterator[LookupThread]:
     bench.start()
-    inquiries = Inquiries(lambda: StoreClient(str(bench.path), namespace=HYBRID))
+    inquiries = LookupThread(lambda: StoreClient(str(bench.path), namespace=HYBRID), HYBRID)
     inquiries.start()
     yield inquiries
     inquiries.stop()
 
 
 @pytest.fixture
-def prefill(bench: Bench, inquiries: Inquiries) -> Iterator[StoreClient]:
+def prefill(bench: Bench, inquiries: LookupThread) -> Iterator[StoreClient]:
     with StoreClient(str(bench.path), namespace=HYBRID) as client:
         assert not isinstance(client.connect(5), Miss)
         yield client
 
 
-def path(tokens: list[int]) -> TokenPath:
-    return TokenPath(CHUNK, Extras())
+def path(tokens: list[int]) -> Boundaries:
+    return Boundaries(CHUNK, Extras())
 
 
 def boundaries(tokens: list[int], end: int) -> list[Boundary]:
@@ -154,16 +153,16 @@ def handoff(client: StoreClient, **changes: Any) -> Handoff:
     return msgspec.structs.replace(told, **changes)
 
 
-def ask(inquiries: Inquiries, told: Handoff | None, *, block_tokens: int = 1) -> Inquiry:
+def ask(inquiries: LookupThread, told: Handoff | None, *, block_tokens: int = 1) -> PromptLookup:
     """It may wait for an hour: what is answered in a test did not wait for its deadline."""
     now_ns = time.monotonic_ns()
     deadline_ns = now_ns + int(HOUR_S * 1e9)
-    inquiry = Inquiry(PROMPT, path(PROMPT), deadline_ns, now_ns, (FULL,), told, block_tokens=block_tokens)
+    inquiry = PromptLookup(PROMPT, path(PROMPT), deadline_ns, now_ns, told)
     inquiries.ask(inquiry)
     return inquiry
 
 
-def answer(inquiry: Inquiry) -> Answer:
+def answer(inquiry: PromptLookup) -> LookupAnswer:
     eventually(lambda: inquiry.answer is not None)
     assert inquiry.answer is not None
     return inquiry.answer
@@ -183,13 +182,13 @@ def is_asked_again_and_again(client: StoreClient) -> None:
     eventually(lambda: lookups(client) >= before + 3)
 
 
-def test_a_handoff_is_found_at_exactly_its_boundary(inquiries: Inquiries, prefill: StoreClient) -> None:
+def test_a_handoff_is_found_at_exactly_its_boundary(inquiries: LookupThread, prefill: StoreClient) -> None:
     save(prefill, everything())
     found = answer(ask(inquiries, handoff(prefill)))
     assert (found.end_tokens, found.ends, found.reason) == (END, [64, 128, 192, END], "")
 
 
-def test_decode_waits_for_a_writer_that_has_not_begun(inquiries: Inquiries, prefill: StoreClient) -> None:
+def test_decode_waits_for_a_writer_that_has_not_begun(inquiries: LookupThread, prefill: StoreClient) -> None:
     inquiry = ask(inquiries, handoff(prefill))
     is_asked_again_and_again(prefill)
     assert inquiry.answer is None  # nothing is there, nothing is pending, and yet it waits
@@ -201,7 +200,7 @@ def test_decode_waits_for_a_writer_that_has_not_begun(inquiries: Inquiries, pref
 
 
 def test_the_wait_ends_with_the_deadline_and_keeps_what_is_there(
-    inquiries: Inquiries, prefill: StoreClient, bench: Bench
+    inquiries: LookupThread, prefill: StoreClient, bench: Bench
 ) -> None:
     ends = boundaries(PROMPT, END)
     save(prefill, {FULL: ends[:2], STATE: ends[1:2]})
@@ -219,7 +218,7 @@ def test_the_wait_ends_with_the_deadline_and_keeps_what_is_there(
 
 @pytest.mark.parametrize("second", [{}, {"ticket": "another", "promise": "t"}])
 def test_the_wait_ends_when_prefill_withdraws_its_promise(
-    inquiries: Inquiries, prefill: StoreClient, second: dict[str, str]
+    inquiries: LookupThread, prefill: StoreClient, second: dict[str, str]
 ) -> None:
     ends = boundaries(PROMPT, END)
     save(prefill, {FULL: ends[:2], STATE: ends[1:2]})
@@ -234,7 +233,7 @@ def test_the_wait_ends_when_prefill_withdraws_its_promise(
     assert (found.end_tokens, found.reason) == (128, MissReason.ARENA_FULL)
 
 
-def test_who_waits_long_asks_ever_more_seldom(inquiries: Inquiries, prefill: StoreClient, clock: Clock) -> None:
+def test_who_waits_long_asks_ever_more_seldom(inquiries: LookupThread, prefill: StoreClient, clock: Clock) -> None:
     told = handoff(prefill)
     clock.stop()
     inquiry = ask(inquiries, told)
@@ -247,7 +246,7 @@ def test_who_waits_long_asks_ever_more_seldom(inquiries: Inquiries, prefill: Sto
     assert asked_ms == [0, 3, 9, 21, 45, 93, 141, 189]
 
 
-def turns(inquiries: Inquiries) -> None:
+def turns(inquiries: LookupThread) -> None:
     """Until its thread has looked at everything once."""
     for _ in range(2):
         came_to_it = threading.Event()
@@ -255,7 +254,7 @@ def turns(inquiries: Inquiries) -> None:
         assert came_to_it.wait(HANG_S)
 
 
-def test_without_a_handoff_nobody_waits(inquiries: Inquiries, prefill: StoreClient) -> None:
+def test_without_a_handoff_nobody_waits(inquiries: LookupThread, prefill: StoreClient) -> None:
     found = answer(ask(inquiries, None))
     assert (found.end_tokens, found.reason) == (0, MissReason.ABSENT)
 
@@ -271,13 +270,13 @@ def test_without_a_handoff_nobody_waits(inquiries: Inquiries, prefill: StoreClie
     ],
 )
 def test_a_handoff_that_cannot_be_meant_for_us_is_not_waited_for(
-    inquiries: Inquiries, prefill: StoreClient, changes: dict[str, Any], reason: MissReason
+    inquiries: LookupThread, prefill: StoreClient, changes: dict[str, Any], reason: MissReason
 ) -> None:
     found = answer(ask(inquiries, handoff(prefill, **changes)))
     assert (found.end_tokens, found.reason) == (0, reason)
 
 
-def test_what_the_store_has_is_used_whatever_the_handoff_says(inquiries: Inquiries, prefill: StoreClient) -> None:
+def test_what_the_store_has_is_used_whatever_the_handoff_says(inquiries: LookupThread, prefill: StoreClient) -> None:
     save(prefill, everything())
     found = answer(ask(inquiries, handoff(prefill, store="another")))
     assert (found.end_tokens, found.reason) == (END, "")
@@ -292,7 +291,7 @@ def conversation(seed: int) -> list[int]:
 
 
 def test_the_end_of_an_answer_is_found_among_those_of_other_conversations(
-    inquiries: Inquiries, prefill: StoreClient
+    inquiries: LookupThread, prefill: StoreClient
 ) -> None:
     """No boundary before it has a state: the hit without it would be nothing."""
     ends = {0: 150, 500: 160, 700: 170}
@@ -303,7 +302,7 @@ def test_the_end_of_an_answer_is_found_among_those_of_other_conversations(
     assert (found.end_tokens, found.ends) == (150, [64, 128, 150])
 
 
-def test_where_no_end_fits_the_chunks_before_are_reused(inquiries: Inquiries, prefill: StoreClient) -> None:
+def test_where_no_end_fits_the_chunks_before_are_reused(inquiries: LookupThread, prefill: StoreClient) -> None:
     chunks, other = boundaries(PROMPT, 128), boundaries(conversation(500), 160)[-1]
     save(prefill, {FULL: [*chunks, other], STATE: [chunks[-1], other]})
     found = answer(ask(inquiries, None))
@@ -324,11 +323,12 @@ def test_hashes_are_hex() -> None:
 
 @pytest.mark.parametrize(("block_tokens", "found_tokens"), [(80, 160), (1, 128)])
 def test_the_last_state_of_the_same_prompt_is_found_among_the_ends_of_many_conversations(
-    inquiries: Inquiries, prefill: StoreClient, block_tokens: int, found_tokens: int
+    inquiries: LookupThread, prefill: StoreClient, block_tokens: int, found_tokens: int
 ) -> None:
     """They share their first two chunks. Of the ends that are known behind these, four are tried at most."""
     chunks, own = boundaries(PROMPT, 128), boundaries(PROMPT, 160)[-1]
     others = [boundaries(conversation(1000 * number), 170 + number)[-1] for number in range(1, 9)]
     save(prefill, {FULL: [*chunks, own, *others], STATE: [chunks[-1], own, *others]})
-    found = answer(ask(inquiries, None, block_tokens=block_tokens))
+    inquiries._block_tokens = block_tokens
+    found = answer(ask(inquiries, None))
     assert found.end_tokens == found_tokens

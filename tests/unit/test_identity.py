@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from kvtally.vllm import identity as identity_module
+from kvtally.vllm.boundaries import Boundaries, extras_of
 from kvtally.vllm.identity import Adapter, Adapters, is_length_decisive, model_identity, override_digest
-from kvtally.vllm.path import Path as TokenPath
-from kvtally.vllm.path import extras_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -203,13 +202,13 @@ def test_images_that_come_later_in_a_streaming_input_name_what_follows() -> None
 
     def session(image: str) -> list[bytes]:
         request = asked()
-        path = TokenPath(64, extras_of(request, ""))
+        path = Boundaries(64, extras_of(request, ""))
         path.extend(tokens, 64)
         request.mm_features.append(item(image, 70))  # as vLLM does it with the next part
         path.extend(tokens, 192)
         return path.chains
 
-    whole = TokenPath(64, extras_of(asked(item("cat", 70)), ""))
+    whole = Boundaries(64, extras_of(asked(item("cat", 70)), ""))
     whole.extend(tokens, 192)
     cat, dog = session("cat"), session("dog")
     assert cat == whole.chains

@@ -21,12 +21,11 @@ from kvtally.store.context import TierInfo
 from kvtally.store.jobs import Outcome, ReadJob
 from kvtally.store.store import Store
 from kvtally.store.tiers.base import ObjectRecord
-from kvtally.vllm.asking import Asking
-from kvtally.vllm.inquiry import Inquiries
-from kvtally.vllm.path import Extras
-from kvtally.vllm.path import Path as TokenPath
-from kvtally.vllm.tally import Tally
-from kvtally.vllm.track import Track
+from kvtally.vllm.boundaries import Boundaries, Extras
+from kvtally.vllm.counters import Counters
+from kvtally.vllm.lookup_policy import LookupPolicy
+from kvtally.vllm.lookup_thread import LookupThread
+from kvtally.vllm.tracked_request import TrackedRequest
 from kvtally.wire.limits import MIB, SECOND_NS, Limits
 from kvtally.wire.messages import (
     PROTOCOL_VERSION,
@@ -400,7 +399,7 @@ def store(tmp_path: Path) -> Iterator[Running]:
     with StoreClient(bench.path, namespace=LARGE) as client:
         assert not isinstance(client.connect(5), Miss)
         for prompt in range(PROMPTS):
-            path = TokenPath(CHUNK, Extras())
+            path = Boundaries(CHUNK, Extras())
             path.extend(tokens(prompt), CHUNKS * CHUNK)
             objects = [(PutObject(*path.chunk(index), 0, 0, BYTES), bytes(BYTES)) for index in range(CHUNKS)]
             assert client.put(objects) == [PutStatus.WRITE] * CHUNKS
@@ -412,10 +411,10 @@ def store(tmp_path: Path) -> Iterator[Running]:
 def test_a_thousand_requests_half_of_them_aborted(store: Running) -> None:
     """No lease, slot or lookup is left. The store asserts its budgets itself, in every step; a failed one ends it."""
     pick = random.Random(5)
-    inquiries = Inquiries(lambda: StoreClient(store.server.config.socket, namespace=LARGE))
+    inquiries = LookupThread(lambda: StoreClient(store.server.config.socket, namespace=LARGE), LARGE)
     inquiries.start()
-    asking = Asking(inquiries, Tally(), full_groups=(0,), wait_ms=5000)
-    live: list[Track] = []
+    asking = LookupPolicy(inquiries, Counters(), wait_ms=5000)
+    live: list[TrackedRequest] = []
     hits = aborted = 0
     most_reading = most_held = 0
     for number in range(1000):
@@ -426,7 +425,7 @@ def test_a_thousand_requests_half_of_them_aborted(store: Running) -> None:
             resumable=False,
             priority=pick.choice((0, 0, -1, 1)),
         )
-        question = Track(request, TokenPath(CHUNK, Extras()))
+        question = TrackedRequest(request, Boundaries(CHUNK, Extras()))
         asking.arrived(question)
         live.append(question)
         if number % 10 == 0:
@@ -439,7 +438,7 @@ def test_a_thousand_requests_half_of_them_aborted(store: Running) -> None:
             question = live.pop(0)
             eventually(lambda question=question: asking.answer(question) is not None)  # type: ignore[misc]
             asking.began(question)
-            answer = question.life.answer
+            answer = question.attempt.answer
             assert answer is not None
             hits += answer.end_tokens > 0
             if answer.lease is not None:

@@ -347,12 +347,12 @@ def test_memory_that_is_not_as_configured_is_refused(misplaced: dict[str, Any]) 
 
 def test_a_worker_without_reuse_leaves_nobody_waiting(misplaced: dict[str, Any]) -> None:
     """The scheduler half does not know: it holds blocks until each rank has saved them, and vLLM waits for loads."""
-    from kvtally.vllm.meta import LoadJob, Metadata, SaveJob
+    from kvtally.vllm.step_jobs import LoadJob, SaveJob, StepJobs
 
     connector = worker(configs({"first": full()})[0], on_unsupported="serve")
     connector.register_kv_caches(misplaced)
     loads = [LoadJob(name, None, [], 0, 0, []) for name in ("late", "early")]  # type: ignore[arg-type]
-    metadata = Metadata(loads[:1], loads[1:], saves=[SaveJob(1, [])], late_saves=[SaveJob(2, [])])
+    metadata = StepJobs(loads[:1], loads[1:], saves=[SaveJob(1, [])], late_saves=[SaveJob(2, [])])
     connector.handle_preemptions(metadata)
     connector.bind_connector_metadata(metadata)
     connector.start_load_kv(None)
@@ -370,12 +370,12 @@ def test_a_worker_without_reuse_leaves_nobody_waiting(misplaced: dict[str, Any])
 
 def step(connector: Any, *, dies: bool) -> list[Any]:
     """One step, as vLLM takes it, and the save jobs that reached the worker's thread."""
-    from kvtally.vllm.meta import Metadata, SaveJob
+    from kvtally.vllm.step_jobs import SaveJob, StepJobs
 
     given: list[Any] = []
     connector._worker.save = given.extend
     try:
-        connector.bind_connector_metadata(Metadata(saves=[SaveJob(1, [])]))
+        connector.bind_connector_metadata(StepJobs(saves=[SaveJob(1, [])]))
         try:
             if dies:
                 raise RuntimeError("the forward died")
@@ -408,13 +408,13 @@ def test_an_idle_engine_waits_for_transfers_only_where_no_other_waits_for_it(
     engines: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With data parallelism of experts all engines step together: one that is idle keeps the decodes of all waiting."""
-    from kvtally.vllm.meta import Metadata
+    from kvtally.vllm.step_jobs import StepJobs
     from kvtally.vllm.worker import Results
 
     connector = worker(configs({"first": full()})[0], engine(parallel_config__data_parallel_size=engines))
     waited: list[float] = []
     monkeypatch.setattr(connector._worker, "collect", lambda wait_s: waited.append(wait_s) or Results())
     for is_idle in (True, False):
-        connector.bind_connector_metadata(Metadata(is_idle=is_idle))
+        connector.bind_connector_metadata(StepJobs(is_idle=is_idle))
         connector.get_transfer_results(set())
     assert [wait_s > 0 for wait_s in waited] == [waits, False]

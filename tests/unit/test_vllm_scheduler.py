@@ -20,7 +20,7 @@ from kvtally.client import StoreClient
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.core.receipts import Half
 from kvtally.testing.models import RECIPES, Recipe
-from tests.unit.early_kit import CHUNK, DENSE, Asked, inquiries, request, save, step, store
+from tests.unit.early_kit import CHUNK, DENSE, Asked, inquiries, request, save, scheduler_half, step, store
 from tests.unit.shell import Bench
 from tests.waiting import Clock
 
@@ -44,10 +44,8 @@ def layout(*groups: GroupSpec, namespace: Namespace = DENSE) -> Any:
 
 @pytest.fixture
 def half(inquiries: Asked) -> Callable[..., Any]:
-    from kvtally.vllm.scheduler import SchedulerHalf
-
     def make(*groups: GroupSpec, **settings: Any) -> Any:
-        made = SchedulerHalf(layout(*groups), inquiries, world_size=1, wait_ms=2000, **settings)
+        made = scheduler_half(layout(*groups), inquiries, **settings)
         blocks = SimpleNamespace(
             num_gpu_blocks=1000, blocks=range(1000), touch=lambda _: None, free_blocks=lambda _: None
         )
@@ -55,6 +53,16 @@ def half(inquiries: Asked) -> Callable[..., Any]:
         return made
 
     return make
+
+
+def told(answer: Any) -> Callable[[Any], Any]:
+    """The store has answered this, whatever it is asked."""
+
+    def tell(tracked: Any) -> Any:
+        tracked.attempt.answer, tracked.attempt.lease = answer, answer.lease
+        return answer
+
+    return tell
 
 
 # ---- divergence
@@ -67,7 +75,7 @@ def half(inquiries: Asked) -> Callable[..., Any]:
 def test_attention_without_its_state_is_taken_only_where_all_of_it_is_there(
     half: Callable[..., Any], groups: tuple[GroupSpec, ...], is_supported: bool
 ) -> None:
-    assert half(*groups).supports_divergence is is_supported
+    assert half(*groups).loads.supports_divergence is is_supported
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
@@ -76,24 +84,24 @@ def test_a_request_whose_state_only_we_have_is_not_overtaken_for_ever(
 ) -> None:
     """vLLM must ask about it without divergence. If that were for one step, and others took the room in it, it would be
     put off again when there is room the next time, and so on."""
-    from kvtally.vllm.inquiry import Answer
+    from kvtally.vllm.lookup_thread import LookupAnswer
 
     made, asked = half(FULL, RECURRENT), request()
-    made._manager.get_computed_blocks = lambda _: (None, 0, 0)  # without a state nothing of it counts
+    made.loads._manager.get_computed_blocks = lambda _: (None, 0, 0)  # without a state nothing of it counts
     lease = SimpleNamespace(is_live=True, share=lambda: None, outcome=None)
-    answer = Answer(2 * CHUNK, [CHUNK, 2 * CHUNK], lease, "", 0.0)  # type: ignore[arg-type]
-    monkeypatch.setattr(made._asking, "answer", lambda track: answer)
+    answer = LookupAnswer(2 * CHUNK, [CHUNK, 2 * CHUNK], lease, "", 0.0)  # type: ignore[arg-type]
+    monkeypatch.setattr(made.policy, "answer", told(answer))
     made.on_new_request(asked)
     assert made.matched_tokens(asked, 3 * CHUNK) == (None, False)  # vLLM holds that much attention
     for _ in range(3):  # steps in which vLLM does not come to it
-        made.build_metadata(step({}))
-        assert not made.supports_divergence
+        made.build_step(step({}))
+        assert not made.loads.supports_divergence
     if is_aborted:
         made.finished(asked, ())
     else:
         assert made.matched_tokens(asked, 0) == (2 * CHUNK, True)
         made.after_alloc(asked, SimpleNamespace(get_block_ids=lambda group_ids: ([1], [2])), 2 * CHUNK)
-    assert made.supports_divergence
+    assert made.loads.supports_divergence
 
 
 def test_what_vllm_holds_of_full_attention_says_nothing_about_a_window() -> None:
@@ -113,7 +121,7 @@ def test_what_vllm_holds_of_full_attention_says_nothing_about_a_window() -> None
     )
     from vllm.v1.request import Request
 
-    from kvtally.vllm.meta import LoadJob
+    from kvtally.vllm.step_jobs import LoadJob
     from kvtally.vllm.worker import WorkerHalf
 
     init_none_hash(sha256)
@@ -181,23 +189,23 @@ def test_what_was_covered_and_is_evicted_while_it_waits_is_loaded(
     save(bench, tokens)
     scheduler = half(FULL)
     clock.stop()
-    scheduler._asking.step_launched(4000)
+    scheduler.policy.step_launched(4000)
     clock.forward(0.2)
-    scheduler._asking.step_done()  # an engine of some 20,000 tokens a second
+    scheduler.policy.step_done()  # an engine of some 20,000 tokens a second
     asked = request("r", tokens)
     scheduler.on_new_request(asked)
     assert scheduler.matched_tokens(asked, 1984) == (0, False)
-    assert scheduler._tracks["r"].life.saved_chunks == 31
+    assert scheduler._requests["r"].attempt.known_tokens == 31 * CHUNK
     found = (None, False)  # there was no room for it, and others took the blocks
     while found[0] is None:
         found = scheduler.matched_tokens(asked, 0)
     assert found == (1984, True)
-    assert scheduler._tracks["r"].life.saved_chunks == 31
+    assert scheduler._requests["r"].attempt.known_tokens == 31 * CHUNK
 
 
 def test_chunks_that_are_gone_everywhere_are_saved_again(half: Callable[..., Any], inquiries: Asked) -> None:
     scheduler = half(FULL)
-    scheduler._asking.is_trifle = lambda track, tokens: tokens < CHUNK
+    scheduler.policy.is_trifle = lambda track, tokens: tokens < CHUNK
     asked = request("r", list(range(200)))
     scheduler.on_new_request(asked)
     assert scheduler.matched_tokens(asked, 192) == (0, False)
@@ -205,7 +213,7 @@ def test_chunks_that_are_gone_everywhere_are_saved_again(half: Callable[..., Any
         pass
     tables = [list(range(1, 14))]
     state = SimpleNamespace(get_block_ids=lambda _: tables, boundary_state_offloads={})
-    (job,) = scheduler.build_metadata(step({"r": 200}, kv_connector_block_state=state)).saves
+    (job,) = scheduler.build_step(step({"r": 200}, kv_connector_block_state=state)).saves
     assert [item.end_tokens for item in job.items] == [64, 128, 192, 199]
 
 
@@ -233,7 +241,7 @@ def found(scheduler: Any, asked: Any) -> tuple[int, bool]:
 
 def load(scheduler: Any, asked: Any, tokens: int, **report: Any) -> None:
     """vLLM gives it blocks, the worker fills them, and vLLM goes on with it."""
-    from kvtally.vllm.meta import LoadReport, WorkerReport
+    from kvtally.vllm.step_jobs import LoadReport, WorkerReport
 
     blocks = SimpleNamespace(get_block_ids=lambda group_ids: [list(range(1, 14))])
     scheduler.after_alloc(asked, blocks, tokens)
@@ -250,7 +258,7 @@ def preempt(asked: Any) -> None:
 def computed(scheduler: Any, asked: Any, tokens: int) -> list[int]:
     """A step computes so many tokens of it; where the objects end that are saved with that step."""
     state = SimpleNamespace(get_block_ids=lambda _: [list(range(1, 14))], boundary_state_offloads={})
-    metadata = scheduler.build_metadata(step({asked.request_id: tokens}, kv_connector_block_state=state))
+    metadata = scheduler.build_step(step({asked.request_id: tokens}, kv_connector_block_state=state))
     asked.num_computed_tokens += tokens
     return [item.end_tokens for job in metadata.saves for item in job.items]
 
@@ -312,8 +320,8 @@ def test_a_token_that_vllm_drops_was_nobodys_answer(half: Callable[..., Any], fi
     computed(scheduler, asked, 8)
     preempt(asked)
     asked.drop_stale_output = True
-    scheduler._asking.forget(scheduler._tracks["r"])
-    scheduler._inquiries.reset(5)
+    scheduler.policy.forget(scheduler._requests["r"])
+    scheduler._thread.reset(5)
     found(scheduler, asked)
     computed(scheduler, asked, 200)
     assert [told.computed_tokens for told in filed] == [8, 200]
@@ -345,10 +353,10 @@ def test_a_preempted_request_waits_again(half: Callable[..., Any], inquiries: As
     computed(scheduler, asked, 100)
     preempt(asked)
     found(scheduler, asked)
-    assert (scheduler._asking._waiting, scheduler._asking._running) == (1, 0)
+    assert (scheduler.policy._waiting, scheduler.policy._running) == (1, 0)
     computed(scheduler, asked, 100)
     scheduler.finished(asked, ())
-    assert (scheduler._asking._waiting, scheduler._asking._running) == (0, 0)
+    assert (scheduler.policy._waiting, scheduler.policy._running) == (0, 0)
 
 
 # ---- prompts that are too short
@@ -361,7 +369,7 @@ def test_a_prompt_of_one_token_says_why_nothing_of_it_is_reused(half: Callable[.
     computed(scheduler, asked, 1)
     (told,) = filed
     assert (told.reused_tokens, told.computed_tokens, told.reason) == (0, 1, "no_gain")
-    assert scheduler.tally.counts["misses"] == {"no_gain": 1}
+    assert scheduler.counters.counts["misses"] == {"no_gain": 1}
 
 
 def test_one_token_that_is_to_be_handed_over_says_why_it_is_not(half: Callable[..., Any], filed: Filed) -> None:
@@ -379,7 +387,7 @@ def test_what_is_computed_at_once_says_so_where_nothing_of_it_is_held(
     half: Callable[..., Any], filed: Filed, held: int, reason: str
 ) -> None:
     scheduler = half(FULL)
-    scheduler._asking.is_trifle = lambda track, tokens: tokens < CHUNK
+    scheduler.policy.is_trifle = lambda track, tokens: tokens < CHUNK
     asked = request("r", list(range(40)))
     scheduler.on_new_request(asked)
     assert scheduler.matched_tokens(asked, held) == (0, False)
@@ -405,12 +413,12 @@ def test_nothing_of_a_streaming_input_is_saved_where_there_are_states(
     tables = [list(range(1, 10)), [11, 12, 13]]
     offers = {"r": [(1, 12, 128)]}
     state = SimpleNamespace(get_block_ids=lambda _: tables, boundary_state_offloads=offers)
-    metadata = scheduler.build_metadata(step({"r": 128}, kv_connector_block_state=state))
+    metadata = scheduler.build_step(step({"r": 128}, kv_connector_block_state=state))
     assert bool(metadata.saves) is not resumable
     asked.num_tokens, asked.num_computed_tokens = 138, 137
     asked.all_token_ids = list(range(138))
     scheduler.finished(asked, tables)
-    assert bool(scheduler._late_saves) is not resumable
+    assert bool(scheduler.saves._late) is not resumable
 
 
 def test_a_streaming_input_without_states_is_saved(half: Callable[..., Any]) -> None:
@@ -419,7 +427,7 @@ def test_a_streaming_input_without_states_is_saved(half: Callable[..., Any]) -> 
     scheduler.on_new_request(asked)
     scheduler.matched_tokens(asked, 0)
     state = SimpleNamespace(get_block_ids=lambda _: [list(range(1, 10))], boundary_state_offloads={})
-    assert scheduler.build_metadata(step({"r": 128}, kv_connector_block_state=state)).saves
+    assert scheduler.build_step(step({"r": 128}, kv_connector_block_state=state)).saves
 
 
 # ---- which states are saved
@@ -445,7 +453,7 @@ class Prefill:
 
         offers = {"r": [(1, 500 + end // BLOCK, end) for end in offered]}
         state = SimpleNamespace(get_block_ids=table, boundary_state_offloads=offers)
-        metadata = self.half.build_metadata(step({"r": tokens}, kv_connector_block_state=state))
+        metadata = self.half.build_step(step({"r": tokens}, kv_connector_block_state=state))
         self.asked.num_computed_tokens += tokens
         saved: dict[int, list[int]] = {}
         for item in (item for job in metadata.saves for item in job.items):
@@ -501,11 +509,11 @@ def test_of_an_answer_states_are_saved_at_chunks_only(half: Callable[..., Any]) 
 
 def test_a_state_that_was_loaded_is_not_saved_again(half: Callable[..., Any]) -> None:
     """vLLM offers it again after the load."""
-    from kvtally.vllm.inquiry import Answer
+    from kvtally.vllm.lookup_thread import LookupAnswer
 
     prefill = Prefill(half, 190)
-    prefill.half._tracks["r"].life.answer = Answer(176, [64, 128, 176], None, "", 0.0)
-    prefill.half._tracks["r"].life.saved_chunks = 2
+    prefill.half._requests["r"].attempt.answer = LookupAnswer(176, [64, 128, 176], None, "", 0.0)
+    prefill.half._requests["r"].attempt.known_tokens = 2 * CHUNK
     prefill.asked.num_computed_tokens = 176
     assert prefill.step(14, [176]) == {}
 
@@ -524,10 +532,10 @@ def test_an_adapter_that_was_replaced_is_neither_read_nor_saved(half: Callable[.
     ticket = {"kvtally": {"ticket": "t", "role": "prefill"}}
     replaced = request("replaced", lora_request=LoRARequest("sql", 1, str(tmp_path)), kv_transfer_params=ticket)
     scheduler.on_new_request(replaced)
-    tracks = scheduler._tracks
+    tracks = scheduler._requests
     assert [tracks[name].may_save for name in ("first", "second", "replaced")] == [True, True, False]
     assert tracks["replaced"].is_opaque
-    assert tracks["second"].path._extras == tracks["first"].path._extras
+    assert tracks["second"].boundaries._extras == tracks["first"].boundaries._extras
     assert replaced.num_prompt_tokens == 200  # nothing is handed over
 
 
@@ -538,12 +546,12 @@ def test_what_has_images_that_are_only_counted_is_neither_read_nor_saved(
     image = SimpleNamespace(identifier="renderer0-mm-1-image-0", mm_position=SimpleNamespace(offset=3, length=9))
     for asked in (request("image", mm_features=[image]), request("later", resumable=True), request("text")):
         made.on_new_request(asked)
-    assert {name: track.is_opaque for name, track in made._tracks.items()} == {
+    assert {name: track.is_opaque for name, track in made._requests.items()} == {
         "image": True,
         "later": True,
         "text": False,
     }
-    assert [name for name, track in made._tracks.items() if track.may_save] == ["text"]
+    assert [name for name, track in made._requests.items() if track.may_save] == ["text"]
     assert made.matched_tokens(request("image", mm_features=[image]), 0) == (0, False)
     assert [asked.tokens for asked in inquiries.asked] == []  # the text's turn comes with the next step
 
@@ -552,10 +560,10 @@ def test_a_state_is_asked_for_whenever_vllm_comes_to_the_request(
     half: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store has attention and no state: vLLM is to make one where that ends, also if there is no room at first."""
-    from kvtally.vllm.inquiry import Answer
+    from kvtally.vllm.lookup_thread import LookupAnswer
 
     made, asked = half(FULL, RECURRENT), request()
-    monkeypatch.setattr(made._asking, "answer", lambda track: Answer(0, [], None, "absent", 0.0, 2 * CHUNK))
+    monkeypatch.setattr(made.policy, "answer", told(LookupAnswer(reason="absent", attention_tokens=2 * CHUNK)))
     made.on_new_request(asked)
     for own in (0, BLOCK):
         asked.shared_prefix_boundary = own  # what vLLM's own cache has seen
@@ -575,9 +583,9 @@ def asks(scheduler: Any, name: str) -> int | None:
 
 def chains_saved(scheduler: Any, name: str) -> list[bytes]:
     """The names under which a request that is computed is saved."""
-    asked = scheduler._tracks[name].request
+    asked = scheduler._requests[name].request
     state = SimpleNamespace(get_block_ids=lambda _: [list(range(1, 14))], boundary_state_offloads={})
-    metadata = scheduler.build_metadata(step({name: 200}, kv_connector_block_state=state))
+    metadata = scheduler.build_step(step({name: 200}, kv_connector_block_state=state))
     asked.num_computed_tokens += 200
     return [item.chain for job in metadata.saves for item in job.items]
 
@@ -597,10 +605,10 @@ def test_a_reset_engine_parts_from_the_others_and_takes_nothing_from_them(
     assert chains_saved(sleeper, "again") == after  # it shares with itself
     fresh = half(FULL)
     fresh.on_new_request(request("fresh"))
-    found(fresh, fresh._tracks["fresh"].request)
-    fresh._tracks["fresh"].life.saved_chunks = 0
+    found(fresh, fresh._requests["fresh"].request)
+    fresh._requests["fresh"].attempt.known_tokens = 0
     assert not set(after) & set(chains_saved(fresh, "fresh"))
-    sleeper._unhold(list(sleeper._held))
+    sleeper.saves._let_go(list(sleeper.saves._held))
     assert sleeper.reset(5)
     asks(sleeper, "third")
     assert not set(after) & set(chains_saved(sleeper, "third"))
@@ -640,7 +648,7 @@ def test_engines_that_get_new_weights_together_forget_together(half: Callable[..
     assert asks(other, "other") == 0
     after = asks(scheduler, "after")
     assert after == 0
-    other._tracks["other"].life.saved_chunks = 0
+    other._requests["other"].attempt.known_tokens = 0
     assert chains_saved(scheduler, "after") == chains_saved(other, "other")  # and share again
 
 

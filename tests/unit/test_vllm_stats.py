@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from kvtally.client import StoreClient
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
-from kvtally.vllm.inquiry import Inquiries
+from kvtally.vllm.counters import BYTES, COUNTS, DURATIONS, LOAD, LOOKUPS, MISSES, SAVE, TOKENS, WAIT, Counters
+from kvtally.vllm.lookup_thread import LookupThread
 from kvtally.vllm.retention import advice
-from kvtally.vllm.tally import BYTES, COUNTS, DURATIONS, LOAD, LOOKUPS, MISSES, SAVE, TOKENS, WAIT, Tally
 from kvtally.wire.messages import MissReason, Reset
 from tests.unit.fake_store import NAMESPACE, World
 from tests.waiting import HANG_S
@@ -35,8 +35,8 @@ happenings = st.lists(
 )
 
 
-def counted(happened: list[Any]) -> Tally:
-    tally = Tally()
+def counted(happened: list[Any]) -> Counters:
+    tally = Counters()
     for metric, *rest in happened:
         if len(rest) == 2:
             tally.count(metric, *rest)
@@ -60,7 +60,7 @@ def test_a_tally_survives_the_wire(happened: list[Any]) -> None:
 
 
 def test_taking_begins_anew() -> None:
-    tally = Tally()
+    tally = Counters()
     tally.count(TOKENS, "host", 3)
     taken = tally.take()
     tally.count(TOKENS, "host", 4)
@@ -70,7 +70,7 @@ def test_taking_begins_anew() -> None:
 
 
 def test_nothing_is_nothing() -> None:
-    tally = Tally()
+    tally = Counters()
     tally.count(TOKENS, "disk", 0)
     tally.observe(SAVE)
     assert tally.is_empty
@@ -78,7 +78,7 @@ def test_nothing_is_nothing() -> None:
 
 
 def test_the_line_that_people_read() -> None:
-    tally = Tally()
+    tally = Counters()
     tally.count(LOOKUPS, "hit")
     tally.count(LOOKUPS, "miss", 2)
     tally.count(TOKENS, "host", 512)
@@ -134,25 +134,25 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 @pytest.fixture
-def inquiries(world: World) -> Iterator[Inquiries]:
-    inquiries = Inquiries(lambda: StoreClient(world.path, namespace=NAMESPACE))
+def inquiries(world: World) -> Iterator[LookupThread]:
+    inquiries = LookupThread(lambda: StoreClient(world.path, namespace=NAMESPACE), NAMESPACE)
     yield inquiries
     inquiries.stop()
 
 
-def test_reset_reaches_the_store(world: World, inquiries: Inquiries) -> None:
+def test_reset_reaches_the_store(world: World, inquiries: LookupThread) -> None:
     store = world.store()
     inquiries.start()
     assert inquiries.reset(HANG_S)
     assert store.take(Reset).digest == b""  # the session's own namespace
 
 
-def test_reset_without_a_store_fails(world: World, inquiries: Inquiries) -> None:
+def test_reset_without_a_store_fails(world: World, inquiries: LookupThread) -> None:
     inquiries.start()
     assert not inquiries.reset(HANG_S)
 
 
-def test_reset_does_not_wait_for_ever(world: World, inquiries: Inquiries) -> None:
+def test_reset_does_not_wait_for_ever(world: World, inquiries: LookupThread) -> None:
     store = world.store()
     store.on[Reset] = lambda request: []
     inquiries.start()
@@ -173,7 +173,7 @@ def test_stats_travel_and_add_up() -> None:
     from kvtally.vllm.connector import KVTallyConnector
     from kvtally.vllm.stats import stats_of
 
-    tally = Tally()
+    tally = Counters()
     tally.count(BYTES, "load", 1 << 20)
     tally.observe(LOAD, 0.5)
     stats = stats_of(tally)
@@ -185,7 +185,7 @@ def test_stats_travel_and_add_up() -> None:
     assert other.reduce()["load_MiB"] == 1.0
     total.reset()
     assert total.is_empty()
-    assert stats_of(Tally()) is None
+    assert stats_of(Counters()) is None
 
 
 @engine
@@ -258,7 +258,7 @@ def events() -> Any:
 
 
 def item(start: int, end: int, group: int = 0) -> Any:
-    from kvtally.vllm.meta import SaveItem
+    from kvtally.vllm.step_jobs import SaveItem
 
     return SaveItem(b"c" * 32, b"p" * 32, start, end, group, [5])
 

@@ -1,7 +1,8 @@
-"""The boundaries of one request and their chain values, growing with its tokens.
+"""The boundaries of one request and their chain values. The list grows with the request's tokens.
 
-Owns where chunks and tails end and what else than tokens enters a chain (LoRA, multimodal items, tenant salt). Built by
-the inquiry thread for the prompt, extended by the scheduler half for the answer, never by both at once.
+Owns where chunks and tails end, and what enters a chain value beside tokens (LoRA, multimodal items, the tenant's
+salt). The lookup thread works out the boundaries of the prompt, the scheduler half those of the answer, never both at
+once.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Boundary(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """What decides KV beside the tokens. `features`: the request's own list of multimodal items, which a streaming
-    input makes longer with every part of it."""
+    """What decides KV beside the tokens. `features` is the request's own list of multimodal items: every part of a
+    streaming input makes it longer."""
 
     lora: str = ""
     salt: str = ""
@@ -51,8 +52,8 @@ def extras_of(request: Request, lora: str, engine_salt: str = "") -> Extras:
     return Extras(lora, f"{engine_salt}\0{salt}" if engine_salt else salt, request.mm_features)
 
 
-class Path:
-    """Whole chunks first; a tail is computed when it is asked for."""
+class Boundaries:
+    """The ends of whole chunks are kept; a tail is worked out when it is asked for."""
 
     def __init__(self, chunk_tokens: int, extras: Extras) -> None:
         self.chunk_tokens = chunk_tokens
@@ -83,7 +84,7 @@ class Path:
         return Boundary(self.chains[index], parent, index * self.chunk_tokens, (index + 1) * self.chunk_tokens)
 
     def tail(self, tokens: Sequence[int], end: int) -> Boundary:
-        """The boundary at `end`, which lies above the last whole chunk before it."""
+        """The boundary at `end`: a tail, or the end of a whole chunk."""
         self.extend(tokens, end)
         index, inside = divmod(end, self.chunk_tokens)
         if not inside:

@@ -1,7 +1,7 @@
-"""What the connector counts: the table of its metrics, and the sums between two looks at them. Imports no vLLM.
+"""What the connector counts: the table of its metrics, and their sums since vLLM last took them. Imports no vLLM.
 
-Each half counts into a `Tally` of its own; vLLM takes its plain data away with every step, adds up ranks and halves,
-prints a line of it now and then and feeds it to Prometheus (`stats`). Not thread-safe: a tally belongs to one thread.
+Each half has `Counters` of its own. With every step vLLM takes their plain data away, adds up ranks and halves, logs a
+line of it now and then, and feeds it to Prometheus (`stats`). Not thread-safe: counters belong to one thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 class Count(NamedTuple):
-    """A counter with one label. `values` are those it starts with at 0, so that the first increase shows as one."""
+    """A counter with one label. It starts with these `values` at 0, so that the first increase shows as one."""
 
     name: str
     text: str
@@ -36,23 +36,23 @@ TOKENS = Count(
 )
 BYTES = Count("bytes", "Bytes copied between engine and store.", "direction", ("load", "save"))
 MISSES = Count(
-    "misses", "Prompts of which less than possible was reused, and loads that failed.", "reason", tuple(MissReason)
+    "misses", "Prompts that were not reused as far as possible, and loads that failed.", "reason", tuple(MissReason)
 )
 PREFETCHES = Count(
     "prefetches",
-    "Prompts of which something was staged: before the engine came to them or after, for nothing, given up, or not "
-    "worth it.",
+    "Prompts for which the store staged something: before the engine reached them or after, never read, given up, or "
+    "left because computing was faster.",
     "outcome",
     ("in_time", "late", "wasted", "cancelled", "skipped"),
 )
 SAVES = Count(
     "saves",
-    "Saves that were taken; and steps of requests in which none could be: too many blocks wait to be saved already.",
+    "Saves that were taken, and saves that were not because too many blocks were waiting to be saved.",
     "outcome",
     ("taken", "left"),
 )
 WAIT = Duration("wait_seconds", "From the arrival of a prompt until its hit was known and staged in host memory.")
-EXPOSED = Duration("exposed_seconds", "Of that: after the scheduler had come to the request.")
+EXPOSED = Duration("exposed_seconds", "The part of that after the scheduler had reached the request.")
 LOAD = Duration("load_seconds", "One load of one request by one worker.")
 SAVE = Duration("save_seconds", "One save of one request's step by one worker.")
 
@@ -63,8 +63,8 @@ Counts = Mapping[str, Mapping[str, int]]  # metric -> label value -> sum
 Seconds = Mapping[str, Sequence[float]]  # metric -> observations
 
 
-class Tally:
-    """Sums by metric and label, and lists of durations by metric; both plain, so that any codec carries them."""
+class Counters:
+    """Sums by metric and label, and lists of durations by metric. Both are plain, so that any codec carries them."""
 
     __slots__ = ("counts", "seconds")
 
@@ -95,14 +95,14 @@ class Tally:
         for name, observations in seconds.items():
             self.seconds.setdefault(name, []).extend(observations)
 
-    def take(self) -> Tally:
-        """Everything so far; from now on counting begins at nothing."""
-        taken = Tally(self.counts, self.seconds)
+    def take(self) -> Counters:
+        """Everything so far. Counting starts over."""
+        taken = Counters(self.counts, self.seconds)
         self.counts, self.seconds = {}, {}
         return taken
 
     def summary(self) -> dict[str, int | float]:
-        """For a line that people read: only what happened, with short names and handy units."""
+        """For a line in a log: only metrics that are not 0, with short names and handy units."""
         line: dict[str, int | float] = {}
         for metric in COUNTS:
             for value, amount in sorted(self.counts.get(metric.name, {}).items()):

@@ -1,7 +1,7 @@
-"""What the two halves of the connector tell each other, once per engine step. Plain records; vLLM carries them.
+"""What the two halves of the connector send each other in each engine step. Plain records, which vLLM carries.
 
-scheduler half ──Metadata: loads, saves──▶ worker half
-scheduler half ◀──WorkerReport: what was saved, how loads went── worker half (of all ranks, added up)
+scheduler half ──StepJobs: loads, saves──▶ worker half
+scheduler half ◀──WorkerReport: what was saved, how loads went── worker halves of all ranks, added up
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from kvtally.handles import SharedLease
 
 @dataclass(slots=True)
 class LoadJob:
-    """Bring everything below `hit_tokens` that the engine does not have into these blocks."""
+    """Bring everything below `hit_tokens` that the engine does not have yet into these blocks."""
 
     request: str
     lease: SharedLease
     ends: list[int]
     hit_tokens: int
     have_tokens: int
-    tables: list[list[int]]  # for each group the request's block ids, from the first token on
+    tables: list[list[int]]  # each group's block ids of the request, from its first token
 
 
 @dataclass(slots=True)
 class SaveItem:
-    """One object: the bytes of these blocks of one group, on whichever rank carries it out."""
+    """One object: the bytes of these blocks of one group. Each rank saves its own."""
 
     chain: bytes
     parent: bytes
@@ -40,24 +40,24 @@ class SaveItem:
 
 @dataclass(slots=True)
 class SaveJob:
-    """Objects whose blocks are held for this job until every rank has reported it."""
+    """Objects to save. Their blocks are held until every rank has reported the job."""
 
     id: int
     items: list[SaveItem]
 
 
 @dataclass(slots=True)
-class Metadata(KVConnectorMetadata):
+class StepJobs(KVConnectorMetadata):
     loads: list[LoadJob] = field(default_factory=list)
-    early_loads: list[LoadJob] = field(default_factory=list)  # these need not wait for the step: it touches no block
-    saves: list[SaveJob] = field(default_factory=list)  # of what this step computes
-    late_saves: list[SaveJob] = field(default_factory=list)  # of finished requests: these need not wait for the step
-    is_idle: bool = False  # nothing is computed in this step: the engine only waits for transfers
+    early_loads: list[LoadJob] = field(default_factory=list)  # need not wait for the step, which touches no block
+    saves: list[SaveJob] = field(default_factory=list)  # of blocks that this step computes
+    late_saves: list[SaveJob] = field(default_factory=list)  # of finished requests: need not wait for the step
+    is_idle: bool = False  # the step computes nothing: the engine only waits for transfers
 
 
 @dataclass(slots=True)
 class LoadReport:
-    """How the load of one rank, or of several together, went. `reason` is empty on success."""
+    """How a load went on one rank, or on several together. `reason` is empty on success."""
 
     moved_bytes: int = 0
     seconds: float = 0.0
@@ -77,10 +77,10 @@ class LoadReport:
 
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """One step's news from the workers.
+    """One step's news from the workers. Save jobs are named by their ids, loads by their requests.
 
-    `saved` counts the ranks that are done with a save job, `stored` those which have all of it in the store. `lost`:
-    why something of a job will not be there.
+    `saved`: how many ranks are done with a job. `stored`: how many of them have all of it in the store. `lost`: why
+    some of a job will not be there.
     """
 
     saved: dict[int, int] = field(default_factory=dict)
