@@ -30,6 +30,7 @@ from kvtally.core.keys import (
     chunk_extra,
     token_bytes,
 )
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "keys.json"
@@ -214,7 +215,7 @@ def test_identity_does_not_depend_on_the_process(hash_seed: str) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed},
         capture_output=True,
         check=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert json.loads(finished.stdout) == json.loads(GOLDEN.read_text())
 

@@ -16,6 +16,7 @@ from kvtally.vllm.lookup_policy import LookupPolicy
 from kvtally.vllm.lookup_thread import LookupThread, PromptLookup
 from kvtally.wire.messages import PutObject, PutStatus
 from tests.unit.shell import Bench, Running
+from tests.waiting import HOUR_S
 
 CHUNK = 64
 DENSE = Namespace(
@@ -67,7 +68,7 @@ def scheduler_half(layout: Any, thread: LookupThread, **settings: Any) -> Any:
     from kvtally.vllm.scheduler import SchedulerHalf
 
     own = {name: settings.pop(name) for name in ("may_save", "names_images", "on_reset", "events") if name in settings}
-    policy = LookupPolicy(thread, Counters(), wait_ms=2000, may_leave=not layout.has_states, **settings)
+    policy = LookupPolicy(thread, Counters(), wait_ms=int(HOUR_S * 1e3), may_leave=not layout.has_states, **settings)
     return SchedulerHalf(layout, policy, world_size=1, **own)
 
 
@@ -103,7 +104,7 @@ def save(bench: Bench, tokens: list[int] = PROMPT) -> None:
     chunks = [path.chunk(index) for index in range(len(path.chains))]
     objects = [(PutObject(*chunk, 0, 0, 256), bytes(256)) for chunk in chunks]
     with StoreClient(str(bench.path), namespace=DENSE) as client:
-        assert not isinstance(client.connect(5), Miss)
+        assert not isinstance(client.connect(), Miss)
         assert client.put(objects) == [PutStatus.WRITE] * len(chunks)
 
 

@@ -20,6 +20,7 @@ from kvtally.errors import ConfigError
 from kvtally.shm import map_arena
 from kvtally.store.arena import Arena
 from kvtally.wire.limits import MIB
+from tests.waiting import HANG_S, eventually
 
 SIZE = 4 * MIB
 
@@ -150,16 +151,23 @@ def test_close_ends_a_populate_under_way(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def slow(address: int, length: int, advice: int) -> int:
         entered.set()
-        assert go_on.wait(10)
+        assert go_on.wait(HANG_S)
         return 0
 
     monkeypatch.setattr(shm, "_madvise", slow)
     done: list[ConfigError | None] = []
     arena.populate(done.append)
-    assert entered.wait(10)
-    threading.Timer(0.05, go_on.set).start()
+    assert entered.wait(HANG_S)
+
+    def go_on_once_it_closes() -> None:
+        eventually(arena._closing.is_set)
+        go_on.set()
+
+    thread = threading.Thread(target=go_on_once_it_closes)
+    thread.start()
     arena.close()
     arena.close()
+    thread.join(HANG_S)
     assert arena.populated_bytes < arena.size_bytes
     assert done == []
 

@@ -22,6 +22,7 @@ from kvtally.bench.store_report import Figures, Latency, page, rows
 from kvtally.bench.tasks import OBJECT_BYTES, Allocate, Copy, RawRead, TaskWorker
 from kvtally.errors import ConfigError, TransportError
 from kvtally.machine import own_environment
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 RATES = (
@@ -70,7 +71,7 @@ GOOD = Figures(
 @pytest.mark.slow
 def test_a_quick_run_measures_everything_and_leaves_nothing_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvtally", "bench", "store", "--quick", "--json", "--dir", str(tmp_path)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=180, check=False)
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=10 * HANG_S, check=False)
     assert ran.returncode == 0, ran.stderr.decode()
     assert b"Traceback" not in ran.stderr
     assert list(tmp_path.iterdir()) == []

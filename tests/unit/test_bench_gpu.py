@@ -39,6 +39,7 @@ from kvtally.core.receipts import Half, Role
 from kvtally.device import Checksums, Steps
 from kvtally.errors import ConfigError, TransportError
 from kvtally.processes import Worker
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -129,7 +130,7 @@ def test_a_machine_without_a_gpu_is_told_so(tmp_path: Path) -> None:
     """Whether torch is missing or finds no device, nothing is measured, and the exit code is that of a refusal."""
     command = [sys.executable, "-m", "kvtally", "bench", "gpu", "--part", "limits", "--out", str(tmp_path / "out.json")]
     result = subprocess.run(
-        command, cwd=ROOT, env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""}, capture_output=True, text=True, timeout=120
+        command, cwd=ROOT, env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""}, capture_output=True, text=True, timeout=HANG_S
     )
     assert (result.returncode, result.stdout) == (2, "")
     assert "KV-106" in result.stderr
@@ -145,7 +146,7 @@ def test_a_directory_that_is_not_there_is_refused() -> None:
 @pytest.mark.parametrize("module", ["gpu", "gpu_arms", "gpu_copies", "gpu_shapes", "gpu_report", "engine"])
 def test_nothing_of_an_engine_is_imported_before_it_is_needed(module: str) -> None:
     code = f"import sys, kvtally.bench.{module}; print({{'torch', 'triton', 'vllm'}} & set(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert result.stdout.strip() == "set()", result.stderr
 
 

@@ -57,7 +57,7 @@ from tests.unit.fake_store import (
     slots_of,
     until,
 )
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, HOUR_S, Clock
 
 
 @pytest.fixture
@@ -234,14 +234,15 @@ def test_right_bytes_under_another_name_do_not_verify(world: World) -> None:
     missed(client.get(QUESTION), MissReason.CHECKSUM)
 
 
-def test_unverified_bytes_count_only_while_the_lease_stands(world: World) -> None:
+def test_unverified_bytes_count_only_while_the_lease_stands(world: World, clock: Clock) -> None:
     world.store()
     client = world.client()
     client.put(objects(1))
-    lease = held(client, Lookup(0, QUESTION.chains, QUESTION.ends, 599, lease_ms=200))
+    lease = held(client)
     (slot,) = slots_of(client, lease)
     assert client.confirm(lease).wait() is lease
-    until(client, lambda: not lease.is_live)
+    clock.forward(HOUR_S)
+    assert not lease.is_live
     missed(client.confirm(lease).wait(), MissReason.LEASE_EXPIRED)
     missed(client.accept(slot, slot.checksum + 1), MissReason.LEASE_EXPIRED)  # and nobody is blamed
     assert lease.bad == []

@@ -106,7 +106,7 @@ def inquiries(bench: Bench) -> Iterator[LookupThread]:
 @pytest.fixture
 def prefill(bench: Bench, inquiries: LookupThread) -> Iterator[StoreClient]:
     with StoreClient(str(bench.path), namespace=HYBRID) as client:
-        assert not isinstance(client.connect(5), Miss)
+        assert not isinstance(client.connect(), Miss)
         yield client
 
 

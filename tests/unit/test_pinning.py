@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvtally.shm import Mapping
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.engine
 
@@ -37,7 +38,7 @@ def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     mapping = Mapping(mmap.mmap(-1, 4 << 20), writable=True)
     arena = pinning.PinnedArena(mapping, torch.device("cpu"))
-    assert not arena.wait(5)
+    assert not arena.wait(HANG_S)
     yield arena
     arena.close()
 

@@ -41,7 +41,7 @@ from kvtally.wire.messages import (
     Wanted,
 )
 from tests.unit.shell import Bench, Running
-from tests.waiting import eventually
+from tests.waiting import HOUR_S, eventually
 
 GRANULE = 4096
 CHUNK = 64
@@ -397,7 +397,7 @@ def store(tmp_path: Path) -> Iterator[Running]:
     settings = {"disk": str(tmp_path / "disk"), "disk_bytes": 64 * MIB, "disk_read_bytes_s": 100_000_000}
     running = bench.start(**settings)
     with StoreClient(bench.path, namespace=LARGE) as client:
-        assert not isinstance(client.connect(5), Miss)
+        assert not isinstance(client.connect(), Miss)
         for prompt in range(PROMPTS):
             path = Boundaries(CHUNK, Extras())
             path.extend(tokens(prompt), CHUNKS * CHUNK)
@@ -413,7 +413,7 @@ def test_a_thousand_requests_half_of_them_aborted(store: Running) -> None:
     pick = random.Random(5)
     inquiries = LookupThread(lambda: StoreClient(store.server.config.socket, namespace=LARGE), LARGE)
     inquiries.start()
-    asking = LookupPolicy(inquiries, Counters(), wait_ms=5000)
+    asking = LookupPolicy(inquiries, Counters(), wait_ms=int(HOUR_S * 1e3))
     live: list[TrackedRequest] = []
     hits = aborted = 0
     most_reading = most_held = 0

@@ -17,8 +17,7 @@ import pytest
 from kvtally.errors import ConfigError, TransportError
 from kvtally.machine import own_environment
 from kvtally.processes import Child, Worker, workplace
-
-PATIENCE_S = 60.0  # only a hang takes so long
+from tests.waiting import HANG_S
 
 # A worker with a process of its own. It answers numbers by their double.
 WORKER = """
@@ -62,15 +61,15 @@ def end_of(pid: int) -> Iterator[int]:
 
 
 def has_ended(end: int) -> bool:
-    return bool(select.select([end], [], [], PATIENCE_S)[0])
+    return bool(select.select([end], [], [], HANG_S)[0])
 
 
 def test_a_worker_answers_in_turn_whatever_its_libraries_print(module: str, tmp_path: Path) -> None:
     with Worker(module, log=tmp_path / "log") as worker:
-        assert [worker.ask(number, int, PATIENCE_S) for number in (1, 2)] == [2, 4]
+        assert [worker.ask(number, int, HANG_S) for number in (1, 2)] == [2, 4]
         worker.send(5)
         worker.send(6)
-        assert [worker.receive(int, PATIENCE_S) for _ in range(2)] == [10, 12]
+        assert [worker.receive(int, HANG_S) for _ in range(2)] == [10, 12]
         assert worker.cpu_s >= 0
         assert worker.memory_bytes() > worker.memory_bytes("RssAnon") > 0
 
@@ -78,14 +77,14 @@ def test_a_worker_answers_in_turn_whatever_its_libraries_print(module: str, tmp_
 def test_an_error_is_an_answer_and_the_worker_goes_on(module: str, tmp_path: Path) -> None:
     with Worker(module, log=tmp_path / "log") as worker:
         with pytest.raises(TransportError, match="it failed") as failed:
-            worker.ask("fail", int, PATIENCE_S)
+            worker.ask("fail", int, HANG_S)
         assert failed.value.remedy == "Ask for something else."
-        assert worker.ask(1, int, PATIENCE_S) == 2
+        assert worker.ask(1, int, HANG_S) == 2
 
 
 def test_a_worker_that_dies_or_is_late_is_an_error_with_the_end_of_its_log(module: str, tmp_path: Path) -> None:
     with Worker(module, log=tmp_path / "log", name="the worker") as worker:
-        assert worker.ask(1, int, PATIENCE_S) == 2
+        assert worker.ask(1, int, HANG_S) == 2
         with pytest.raises(TransportError, match=r"the worker did not answer within 0.05 s:\nnoise"):
             worker.ask("hang", int, 0.05)
         worker.kill()
@@ -93,12 +92,12 @@ def test_a_worker_that_dies_or_is_late_is_an_error_with_the_end_of_its_log(modul
         Worker(module, log=tmp_path / "log", name="the worker") as worker,
         pytest.raises(TransportError, match=r"(?s)the worker ended.*TypeError"),
     ):
-        worker.ask({}, int, PATIENCE_S)
+        worker.ask({}, int, HANG_S)
 
 
 def test_what_a_worker_has_started_ends_with_it(module: str, tmp_path: Path) -> None:
     with Worker(module, log=tmp_path / "log") as worker:
-        below = worker.ask("who", int, PATIENCE_S)
+        below = worker.ask("who", int, HANG_S)
         assert os.getpgid(below) == worker.pid != os.getpgid(0)  # so Ctrl-C is the parent's to handle
         with end_of(below) as end:
             worker.close()
@@ -112,7 +111,7 @@ from pathlib import Path
 from kvtally import processes
 if sys.argv[1] == "worker":
     process = processes.Worker("doubling", log=Path(sys.argv[2]))
-    process.ask(1, int, 60)
+    process.ask(1, int, 120)
 else:
     command = [sys.executable, "-c", "import time; time.sleep(1000)"]
     process = processes.Child(command, Path(sys.argv[2]), name="a child")
@@ -144,7 +143,7 @@ STUBBORN = (
 def test_a_child_that_does_not_listen_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with Child([sys.executable, "-c", STUBBORN], log, name="a child", grace_s=0.05) as child:
-        child.wait_for(lambda: "up" in log.read_text(), "it did not start", PATIENCE_S)
+        child.wait_for(lambda: "up" in log.read_text(), "it did not start", HANG_S)
         assert not child.has_ended()
     assert child.has_ended()
 
@@ -152,7 +151,7 @@ def test_a_child_that_does_not_listen_is_killed(tmp_path: Path) -> None:
 def test_a_wait_ends_with_the_child_or_the_deadline(tmp_path: Path) -> None:
     short = Child([sys.executable, "-c", "print('no room')"], tmp_path / "log", name="the store")
     with short, pytest.raises(TransportError, match="the store ended:\nno room"):
-        short.wait_for(lambda: False, "it did not start", PATIENCE_S)
+        short.wait_for(lambda: False, "it did not start", HANG_S)
     stubborn = Child([sys.executable, "-c", STUBBORN], tmp_path / "other", name="the store", grace_s=0.0)
     with stubborn, pytest.raises(TransportError, match="it did not start"):
         stubborn.wait_for(lambda: False, "it did not start", 0.01)

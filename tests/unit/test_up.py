@@ -33,6 +33,7 @@ from kvtally.up.plan import (
     shell_command,
 )
 from tests.unit import router_kit
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -335,7 +336,9 @@ def test_a_printed_command_is_one_a_shell_understands() -> None:
         health="",
         start_timeout_s=1,
     )
-    done = subprocess.run(["sh", "-c", shell_command(process)], capture_output=True, text=True, check=True, timeout=20)
+    done = subprocess.run(
+        ["sh", "-c", shell_command(process)], capture_output=True, text=True, check=True, timeout=HANG_S
+    )
     assert done.stdout == "a b;c it's $HOME {}\n"
 
 
