@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from tests.unit.early_kit import DENSE, Asked, inquiries, request, save, scheduler_half, step, store
+from tests.unit.early_kit import DENSE, Asked, lookups, request, save, scheduler_half, step, store
 from tests.unit.shell import Bench
 from tests.waiting import eventually
 
-__all__ = ["inquiries", "store"]  # fixtures
+__all__ = ["lookups", "store"]  # fixtures
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture
-def half(inquiries: Asked) -> Callable[..., Any]:
+def half(lookups: Asked) -> Callable[..., Any]:
     from kvtally.vllm.layout import EngineLayout
 
     layout = EngineLayout(namespace=DENSE, group_ids=(0,), layer_names=(("l",),), block_tokens=16)
-    return lambda **settings: scheduler_half(layout, inquiries, **settings)
+    return lambda **settings: scheduler_half(layout, lookups, **settings)
 
 
 def matched(half: Any, asked: Any) -> int:
@@ -39,19 +39,19 @@ def matched(half: Any, asked: Any) -> int:
     return found[0]
 
 
-def test_called_before_scheduling(half: Callable[..., Any], inquiries: Asked, bench: Bench) -> None:
+def test_called_before_scheduling(half: Callable[..., Any], lookups: Asked, bench: Bench) -> None:
     """The lookup is answered before the scheduler has asked for anything, and without its help."""
     save(bench)
     scheduler = half()
     scheduler.on_new_request(request())
     scheduler.build_step(step({"another": 1}))  # a step in which the scheduler does not come to it
-    eventually(lambda: inquiries.asked[0].answer is not None)
-    assert inquiries.asked[0].is_early
-    assert inquiries.asked[0].answer is not None
-    assert inquiries.asked[0].answer.end_tokens == 192
+    eventually(lambda: lookups.asked[0].answer is not None)
+    assert lookups.asked[0].is_early
+    assert lookups.asked[0].answer is not None
+    assert lookups.asked[0].answer.end_tokens == 192
 
 
-def test_idempotent(half: Callable[..., Any], inquiries: Asked, bench: Bench) -> None:
+def test_idempotent(half: Callable[..., Any], lookups: Asked, bench: Bench) -> None:
     """One lookup for one request, whatever the order and number of calls."""
     save(bench)
     scheduler = half()
@@ -63,7 +63,7 @@ def test_idempotent(half: Callable[..., Any], inquiries: Asked, bench: Bench) ->
         assert matched(scheduler, asked) == 192
         scheduler.on_new_request(asked)
         scheduler.matched_tokens(asked, 64)
-    assert len(inquiries.asked) == 2
+    assert len(lookups.asked) == 2
 
 
 def test_where_the_engine_holds_nearly_all_nobody_waits_for_the_store(half: Callable[..., Any], bench: Bench) -> None:
@@ -101,13 +101,13 @@ class Private(list[int]):
         return super().__iter__()
 
 
-def test_arrival_costs_the_engine_the_same_for_any_prompt(half: Callable[..., Any], inquiries: Asked) -> None:
-    """Its own thread looks at no token: chains are computed by the inquiry thread."""
+def test_arrival_costs_the_engine_the_same_for_any_prompt(half: Callable[..., Any], lookups: Asked) -> None:
+    """Its own thread looks at no token: chains are computed by the lookup thread."""
     scheduler = half()
     asked = request(tokens=Private(range(16_000)))
     scheduler.on_new_request(asked)
-    scheduler.build_metadata(step({"another": 1}))
-    eventually(lambda: inquiries.asked[0].path_ready)
-    assert len(inquiries.asked[0].chains) == 250
+    scheduler.build_step(step({"another": 1}))
+    eventually(lambda: lookups.asked[0].is_walked)
+    assert len(lookups.asked[0].chains) == 250
     with pytest.raises(AssertionError, match="looks at tokens"):
         asked.all_token_ids[0]

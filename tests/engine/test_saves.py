@@ -12,11 +12,11 @@ from msgspec import structs
 
 from kvtally.client import Miss, StoreClient
 from kvtally.core.receipts import Half
-from tests.unit.early_kit import CHUNK, DENSE, Asked, inquiries, request, scheduler_half, step, store
+from tests.unit.early_kit import CHUNK, DENSE, Asked, lookups, request, scheduler_half, step, store
 from tests.unit.shell import Bench
 from tests.waiting import eventually
 
-__all__ = ["inquiries", "store"]  # fixtures
+__all__ = ["lookups", "store"]  # fixtures
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 BLOCK = 16
@@ -42,12 +42,12 @@ class Pool:
 class Scene:
     """One engine whose requests compute a chunk with each step."""
 
-    def __init__(self, inquiries: Asked, *, reads: bool = False) -> None:
+    def __init__(self, lookups: Asked, *, reads: bool = False) -> None:
         from kvtally.vllm.layout import EngineLayout
 
         layout = EngineLayout(namespace=DENSE, group_ids=(0,), layer_names=(("l",),), block_tokens=BLOCK)
         self.pool = Pool()
-        self.half = scheduler_half(layout, inquiries, reads=reads)
+        self.half = scheduler_half(layout, lookups, reads=reads)
         self.half.bind(SimpleNamespace(block_pool=self.pool))  # type: ignore[arg-type]
         self.tables: dict[str, list[int]] = {}
         self.read: list[str] = []  # whose table was asked for
@@ -96,8 +96,8 @@ def blocks(job: Any) -> list[int]:
 
 
 @pytest.fixture
-def scene(inquiries: Asked) -> Scene:
-    return Scene(inquiries)
+def scene(lookups: Asked) -> Scene:
+    return Scene(lookups)
 
 
 def test_blocks_are_held_until_they_are_saved(scene: Scene) -> None:
@@ -260,28 +260,28 @@ def test_prefill_accounts_for_its_prompt_as_decode_does(scene: Scene, bench: Ben
 
 
 @pytest.fixture
-def covered(inquiries: Asked, monkeypatch: pytest.MonkeyPatch) -> Scene:
+def covered(lookups: Asked, monkeypatch: pytest.MonkeyPatch) -> Scene:
     """A request of which the engine's own cache has nearly all."""
     monkeypatch.setattr(
         "kvtally.vllm.lookup_policy.LookupPolicy.is_trifle", lambda self, track, tokens: tokens <= CHUNK // 2
     )
-    scene = Scene(inquiries, reads=True)
-    inquiries.walks = False
+    scene = Scene(lookups, reads=True)
+    lookups.walks = False
     scene.arrive("a", 1, 2 * CHUNK - 15, computed=CHUNK + 32)
     return scene
 
 
 def walked(scene: Scene) -> None:
-    """The inquiry thread has come to its path."""
-    inquiry = scene.half._requests["a"].attempt.lookup
-    assert inquiry is not None
-    inquiry.walk()
+    """The lookup thread has come to its path."""
+    lookup = scene.half._requests["a"].attempt.lookup
+    assert lookup is not None
+    lookup.walk()
 
 
 def test_of_a_covered_prompt_nobody_is_asked_and_its_end_is_saved_when_its_path_is_known(
-    covered: Scene, inquiries: Asked
+    covered: Scene, lookups: Asked
 ) -> None:
-    assert inquiries.asked == []
+    assert lookups.asked == []
     assert covered.step("a", tokens=17) == []
     walked(covered)
     assert covered.step("a", tokens=1) == [[5, 6, 7]]

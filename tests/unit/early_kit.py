@@ -1,4 +1,4 @@
-"""What tests of early prefetch share: a store, inquiries that remember what they were asked, and fake requests."""
+"""What tests of early prefetch share: a store, lookups that remember what they were asked, and fake requests."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class Asked(LookupThread):
         self.wanted: list[PromptLookup] = []
         self.walks = True  # False: as if its thread had not come to it yet
 
-    def walk(self, inquiry: PromptLookup) -> None:
+    def walk(self, lookup: PromptLookup) -> None:
         if self.walks:
-            super().walk(inquiry)
+            super().walk(lookup)
 
-    def ask(self, inquiry: PromptLookup) -> None:
-        self.asked.append(inquiry)
-        super().ask(inquiry)
+    def ask(self, lookup: PromptLookup) -> None:
+        self.asked.append(lookup)
+        super().ask(lookup)
 
-    def want(self, inquiry: PromptLookup) -> None:
-        self.wanted.append(inquiry)
-        super().want(inquiry)
+    def want(self, lookup: PromptLookup) -> None:
+        self.wanted.append(lookup)
+        super().want(lookup)
 
 
 @pytest.fixture
@@ -56,11 +56,11 @@ def store(bench: Bench) -> Running:
 
 
 @pytest.fixture
-def inquiries(bench: Bench, store: Running) -> Iterator[Asked]:
-    inquiries = Asked(lambda: StoreClient(str(bench.path), namespace=DENSE))
-    inquiries.start()
-    yield inquiries
-    inquiries.stop()
+def lookups(bench: Bench, store: Running) -> Iterator[Asked]:
+    lookups = Asked(lambda: StoreClient(str(bench.path), namespace=DENSE))
+    lookups.start()
+    yield lookups
+    lookups.stop()
 
 
 def scheduler_half(layout: Any, thread: LookupThread, **settings: Any) -> Any:

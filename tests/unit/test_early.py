@@ -22,21 +22,21 @@ from kvtally.vllm.lookup_policy import LookupPolicy
 from kvtally.vllm.lookup_thread import LookupAnswer, LookupThread, PromptLookup
 from kvtally.vllm.tracked_request import TrackedRequest
 from kvtally.wire.messages import MissReason
-from tests.unit.early_kit import CHUNK, DENSE, PROMPT, Asked, inquiries, request, save, store
+from tests.unit.early_kit import CHUNK, DENSE, PROMPT, Asked, lookups, request, save, store
 from tests.unit.shell import Bench, Running
 from tests.waiting import HANG_S, HOUR_S, Clock, eventually
 
-__all__ = ["inquiries", "store"]  # fixtures
+__all__ = ["lookups", "store"]  # fixtures
 
 HOUR_MS = int(HOUR_S * 1e3)
 
 
 @pytest.fixture
-def asking(inquiries: Asked, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LookupPolicy]:
+def policy(lookups: Asked, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LookupPolicy]:
     monkeypatch.setattr(lookup_policy, "REFRESH_NS", HOUR_MS * 1_000_000)
 
     def make(*, wait_ms: int = HOUR_MS, **settings: Any) -> LookupPolicy:
-        return LookupPolicy(inquiries, Counters(), wait_ms=wait_ms, **settings)
+        return LookupPolicy(lookups, Counters(), wait_ms=wait_ms, **settings)
 
     return make
 
@@ -45,92 +45,90 @@ def question(name: str = "r", tokens: list[int] = PROMPT, **changes: Any) -> Tra
     return TrackedRequest(request(name, tokens, **changes), Boundaries(CHUNK, Extras()), may_save=True)
 
 
-def matched(asking: LookupPolicy, asked: TrackedRequest) -> int:
+def matched(policy: LookupPolicy, asked: TrackedRequest) -> int:
     """As the scheduler does it: ask in every step until there is an answer."""
-    eventually(lambda: asking.answer(asked) is not None)
+    eventually(lambda: policy.answer(asked) is not None)
     assert asked.attempt.answer is not None
     return asked.attempt.answer.end_tokens
 
 
-def test_called_before_scheduling(asking: Callable[..., LookupPolicy], inquiries: Asked, bench: Bench) -> None:
+def test_called_before_scheduling(policy: Callable[..., LookupPolicy], lookups: Asked, bench: Bench) -> None:
     """The lookup is answered before the scheduler has asked for anything, and without its help."""
     save(bench)
-    asking().arrived(question())
-    eventually(lambda: inquiries.asked[0].answer is not None)
-    assert inquiries.asked[0].is_early
-    assert inquiries.asked[0].answer is not None
-    assert inquiries.asked[0].answer.end_tokens == 192
+    policy().arrived(question())
+    eventually(lambda: lookups.asked[0].answer is not None)
+    assert lookups.asked[0].is_early
+    assert lookups.asked[0].answer is not None
+    assert lookups.asked[0].answer.end_tokens == 192
 
 
-def test_skipped_for_incomplete_prompts(asking: Callable[..., LookupPolicy], inquiries: Asked, bench: Bench) -> None:
+def test_skipped_for_incomplete_prompts(policy: Callable[..., LookupPolicy], lookups: Asked, bench: Bench) -> None:
     """A streaming input is asked about when it is scheduled, not before its tokens are there."""
     save(bench)
-    scheduler = asking()
+    scheduler = policy()
     streaming = question(tokens=PROMPT[:10], resumable=True)
     scheduler.arrived(streaming)
-    assert inquiries.asked == []
+    assert lookups.asked == []
     streaming.request.prompt_token_ids = PROMPT
     assert matched(scheduler, streaming) == 192
-    assert [inquiry.is_early for inquiry in inquiries.asked] == [False]
+    assert [lookup.is_early for lookup in lookups.asked] == [False]
 
 
-def test_idempotent(asking: Callable[..., LookupPolicy], inquiries: Asked, bench: Bench) -> None:
+def test_idempotent(policy: Callable[..., LookupPolicy], lookups: Asked, bench: Bench) -> None:
     """One lookup for one request, whatever the order and number of calls."""
     save(bench)
-    scheduler = asking()
+    scheduler = policy()
     for name in ("first", "second"):
         asked = question(name)
         scheduler.arrived(asked)
         assert matched(scheduler, asked) == 192
         assert matched(scheduler, asked) == 192
         scheduler.answer(asked)
-    assert len(inquiries.asked) == 2
+    assert len(lookups.asked) == 2
 
 
-def test_off_switch(asking: Callable[..., LookupPolicy], inquiries: Asked, bench: Bench, store: Running) -> None:
+def test_off_switch(policy: Callable[..., LookupPolicy], lookups: Asked, bench: Bench, store: Running) -> None:
     """With `prefetch: off` nothing happens until the scheduler asks; then the same is found."""
     save(bench)
-    scheduler = asking(prefetch=False)
+    scheduler = policy(prefetch=False)
     asked = question()
-    lookups = store.stats("lookups", "total")
+    before = store.stats("lookups", "total")
     scheduler.arrived(asked)
-    assert inquiries.asked == []
-    assert store.stats("lookups", "total") == lookups
+    assert lookups.asked == []
+    assert store.stats("lookups", "total") == before
     assert matched(scheduler, asked) == 192
-    assert [inquiry.is_early for inquiry in inquiries.asked] == [False]
+    assert [lookup.is_early for lookup in lookups.asked] == [False]
 
 
-def test_the_deadline_counts_from_when_the_scheduler_comes(
-    asking: Callable[..., LookupPolicy], inquiries: Asked
-) -> None:
-    scheduler = asking(wait_ms=2000)
+def test_the_deadline_counts_from_when_the_scheduler_comes(policy: Callable[..., LookupPolicy], lookups: Asked) -> None:
+    scheduler = policy(wait_ms=2000)
     asked = question()
     scheduler.arrived(asked)
-    (inquiry,) = inquiries.asked
-    assert inquiry.deadline_ns - inquiry.asked_ns > 10_000_000_000  # a queue may be long
-    inquiry.is_wanted, inquiry.answer = False, None
+    (lookup,) = lookups.asked
+    assert lookup.deadline_ns - lookup.asked_ns > 10_000_000_000  # a queue may be long
+    lookup.is_wanted, lookup.answer = False, None
     scheduler.answer(asked)
-    assert inquiry.answer is not None or inquiry.deadline_ns - time.monotonic_ns() <= 2_000_000_000
+    assert lookup.answer is not None or lookup.deadline_ns - time.monotonic_ns() <= 2_000_000_000
 
 
 def test_what_was_saved_while_a_request_queued_is_found(
-    asking: Callable[..., LookupPolicy], inquiries: Asked, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    policy: Callable[..., LookupPolicy], lookups: Asked, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler = asking()
+    scheduler = policy()
     monkeypatch.setattr(lookup_policy, "REFRESH_NS", 0)
     asked = question()
     scheduler.arrived(asked)
-    eventually(lambda: inquiries.asked[0].answer is not None)
+    eventually(lambda: lookups.asked[0].answer is not None)
     save(bench)
     assert matched(scheduler, asked) == 192
-    assert len(inquiries.asked) == 2
+    assert len(lookups.asked) == 2
 
 
 def test_an_aborted_request_gives_back_what_it_holds(
-    asking: Callable[..., LookupPolicy], inquiries: Asked, bench: Bench, store: Running
+    policy: Callable[..., LookupPolicy], lookups: Asked, bench: Bench, store: Running
 ) -> None:
     save(bench)
-    scheduler = asking()
+    scheduler = policy()
     for name, is_matched in (("early", False), ("late", True)):
         asked = question(name)
         scheduler.arrived(asked)
@@ -138,36 +136,36 @@ def test_an_aborted_request_gives_back_what_it_holds(
             matched(scheduler, asked)
             assert asked.attempt.answer is not None
             assert asked.attempt.answer.lease is not None
-            inquiries.release(asked.attempt.answer.lease)
+            lookups.release(asked.attempt.answer.lease)
         scheduler.ended(asked)
-    eventually(lambda: inquiries.asked[0].answer is not None)
+    eventually(lambda: lookups.asked[0].answer is not None)
     eventually(lambda: store.stats("leases", "open") == 0)
     assert store.stats("arena", "held_bytes") == 0
 
 
-def test_place_and_priority_reach_the_store(asking: Callable[..., LookupPolicy], inquiries: Asked) -> None:
-    scheduler = asking()
+def test_place_and_priority_reach_the_store(policy: Callable[..., LookupPolicy], lookups: Asked) -> None:
+    scheduler = policy()
     first = question("r0")
     scheduler.arrived(first)
     for number in (1, 2):
         scheduler.arrived(question(f"r{number}", priority=-number))
     scheduler.ended(first)
     scheduler.arrived(question("r3"))
-    assert [(inquiry.ahead, inquiry.priority) for inquiry in inquiries.asked] == [(0, 0), (1, -1), (2, -2), (2, 0)]
+    assert [(lookup.ahead, lookup.priority) for lookup in lookups.asked] == [(0, 0), (1, -1), (2, -2), (2, 0)]
 
 
 def test_loading_is_weighed_only_when_the_rate_is_known_and_not_when_told_to_load_always(
-    asking: Callable[..., LookupPolicy], inquiries: Asked, clock: Clock
+    policy: Callable[..., LookupPolicy], lookups: Asked, clock: Clock
 ) -> None:
     clock.stop()
     for always_load in (False, True):
-        scheduler = asking(always_load=always_load)
+        scheduler = policy(always_load=always_load)
         scheduler.arrived(question())
         scheduler.step_launched(500)
         clock.forward(0.01)
         scheduler.step_done()
         scheduler.arrived(question())
-    unknown, known, _, never = (inquiry.prefill_tokens_s for inquiry in inquiries.asked)
+    unknown, known, _, never = (lookup.prefill_tokens_s for lookup in lookups.asked)
     assert (unknown, known, never) == (0, 50_000, 0)
 
 
@@ -185,18 +183,18 @@ def rate(scheduler: LookupPolicy, clock: Clock, happened: list[tuple[int, int | 
     return scheduler._rate.tokens_s
 
 
-def test_empty_steps_do_not_end_others(asking: Callable[..., LookupPolicy], clock: Clock) -> None:
+def test_empty_steps_do_not_end_others(policy: Callable[..., LookupPolicy], clock: Clock) -> None:
     """An engine that has waited for a load launches the rest of the prompt before it hears that the empty step is done:
     2,000 tokens in 96 ms, not in 4."""
     happened: list[tuple[int, int | None]] = []
     for begun in range(1000, 2000, 200):
         happened += [(begun, 0), (begun, 2000), (begun + 4, None), (begun + 100, None)]
-    assert rate(asking(), clock, happened) == pytest.approx(2000 / 0.096, rel=0.01)
+    assert rate(policy(), clock, happened) == pytest.approx(2000 / 0.096, rel=0.01)
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_a_step_whose_end_is_never_heard_of_shifts_nothing(
-    asking: Callable[..., LookupPolicy], clock: Clock, in_flight: int
+    policy: Callable[..., LookupPolicy], clock: Clock, in_flight: int
 ) -> None:
     """Steps of a prompt and of one token take turns. Taken for one another, they would make the engine ten times as
     fast."""
@@ -207,7 +205,7 @@ def test_a_step_whose_end_is_never_heard_of_shifts_nothing(
         if number >= in_flight - 1:
             launched += 100 if (number - in_flight + 1) % 2 else 10
             happened.append((launched, None))
-    measured = rate(asking(steps_in_flight=in_flight), clock, happened)
+    measured = rate(policy(steps_in_flight=in_flight), clock, happened)
     assert measured == pytest.approx(10_000, rel=0.05)
 
 
@@ -215,11 +213,11 @@ def test_a_step_whose_end_is_never_heard_of_shifts_nothing(
 
 
 def test_an_idle_engine_waits_for_the_answer_instead_of_asking_again(
-    asking: Callable[..., LookupPolicy], bench: Bench, monkeypatch: pytest.MonkeyPatch
+    policy: Callable[..., LookupPolicy], bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup_policy, "IDLE_WAIT_S", HANG_S)
     save(bench)
-    scheduler = asking()
+    scheduler = policy()
     asked = question()
     scheduler.arrived(asked)
     answer = scheduler.answer(asked)
@@ -234,7 +232,7 @@ class Nobody(Asked):
         super().__init__(lambda: StoreClient("nowhere"))  # not started
         self.waits = 0
 
-    def wait(self, inquiry: PromptLookup, timeout_s: float) -> None:
+    def wait(self, lookup: PromptLookup, timeout_s: float) -> None:
         self.waits += 1
 
 
@@ -274,8 +272,8 @@ def test_it_waits_once_in_a_step_and_not_while_anything_runs() -> None:
 # ---- what is not worth asking for
 
 
-def test_a_trifle_is_computed(asking: Callable[..., LookupPolicy], clock: Clock) -> None:
-    scheduler = asking()
+def test_a_trifle_is_computed(policy: Callable[..., LookupPolicy], clock: Clock) -> None:
+    scheduler = policy()
     asked = question()
     assert not scheduler.is_trifle(asked, 1)  # how fast this engine is, is not known yet
     clock.stop()
@@ -288,8 +286,8 @@ def test_a_trifle_is_computed(asking: Callable[..., LookupPolicy], clock: Clock)
     assert not scheduler.is_trifle(handed_over, 4)
 
 
-def test_always_load_loads_trifles_too(asking: Callable[..., LookupPolicy]) -> None:
-    scheduler = asking(always_load=True)
+def test_always_load_loads_trifles_too(policy: Callable[..., LookupPolicy]) -> None:
+    scheduler = policy(always_load=True)
     scheduler.step_launched(1_000_000_000)
     scheduler.step_done()
     assert not scheduler.is_trifle(question(), 1)
@@ -310,22 +308,22 @@ def test_what_was_asked_for_a_trifle_is_given_back(bench: Bench, store: Running)
     late.stop()
 
 
-def test_an_engine_first_looks_at_its_own_cache(asking: Callable[..., LookupPolicy], inquiries: Asked) -> None:
+def test_an_engine_first_looks_at_its_own_cache(policy: Callable[..., LookupPolicy], lookups: Asked) -> None:
     """What that covers, the store never hears of."""
-    scheduler = asking(may_leave=True)
+    scheduler = policy(may_leave=True)
     for name in ("first", "second"):
         asked = question(name)
         scheduler.arrived(asked)
         assert scheduler.leave(asked)
         scheduler.began(asked)
         scheduler.step_launched(1)
-    assert inquiries.asked == []
+    assert lookups.asked == []
 
 
 @pytest.mark.parametrize(("is_saved", "is_opaque"), [(True, False), (False, False), (True, True)])
 def test_the_path_of_what_nobody_is_asked_about_is_walked_elsewhere(
-    asking: Callable[..., LookupPolicy],
-    inquiries: Asked,
+    policy: Callable[..., LookupPolicy],
+    lookups: Asked,
     monkeypatch: pytest.MonkeyPatch,
     is_saved: bool,
     is_opaque: bool,
@@ -339,54 +337,54 @@ def test_the_path_of_what_nobody_is_asked_about_is_walked_elsewhere(
         whole(self)
 
     monkeypatch.setattr(PromptLookup, "walk", walk)
-    scheduler, asked = asking(may_leave=True), question()
+    scheduler, asked = policy(may_leave=True), question()
     asked.is_opaque, asked.may_save = is_opaque, is_saved and not is_opaque
     scheduler.arrived(asked)
     assert scheduler.leave(asked)
     if is_saved and not is_opaque:
         eventually(lambda: asked.attempt.lookup is not None and asked.attempt.lookup.is_walked)
         assert asked.boundaries.end_tokens == 192
-    inquiries.stop()
+    lookups.stop()
     assert walkers == ["kvtally-lookup"] * (is_saved and not is_opaque)
-    assert inquiries.asked == []
+    assert lookups.asked == []
 
 
 def test_where_many_arrive_before_a_step_the_first_are_asked_about_meanwhile(
-    asking: Callable[..., LookupPolicy], inquiries: Asked, clock: Clock
+    policy: Callable[..., LookupPolicy], lookups: Asked, clock: Clock
 ) -> None:
-    scheduler = asking(may_leave=True)
+    scheduler = policy(may_leave=True)
     clock.stop()
     first, second = question("first"), question("second")
     scheduler.arrived(first)
     clock.forward(1.0)
     scheduler.arrived(second)
-    assert inquiries.asked == [first.attempt.lookup]
+    assert lookups.asked == [first.attempt.lookup]
     scheduler.step_launched(0)
-    assert inquiries.asked == [first.attempt.lookup, second.attempt.lookup]
+    assert lookups.asked == [first.attempt.lookup, second.attempt.lookup]
 
 
 @pytest.fixture
-def arrived(asking: Callable[..., LookupPolicy], bench: Bench) -> tuple[LookupPolicy, TrackedRequest]:
+def arrived(policy: Callable[..., LookupPolicy], bench: Bench) -> tuple[LookupPolicy, TrackedRequest]:
     """A request that the store has, and that the scheduler has not come to yet."""
     save(bench)
-    scheduler, asked = asking(may_leave=True), question()
+    scheduler, asked = policy(may_leave=True), question()
     scheduler.arrived(asked)
     return scheduler, asked
 
 
 def test_whom_the_scheduler_does_not_come_to_is_asked_about_after_its_step(
-    arrived: tuple[LookupPolicy, TrackedRequest], inquiries: Asked
+    arrived: tuple[LookupPolicy, TrackedRequest], lookups: Asked
 ) -> None:
     scheduler, asked = arrived
     scheduler.step_launched(0)
     scheduler.step_launched(0)
-    assert [inquiry.is_early for inquiry in inquiries.asked] == [True]
+    assert [lookup.is_early for lookup in lookups.asked] == [True]
     assert matched(scheduler, asked) == 192
-    assert len(inquiries.asked) == 1
+    assert len(lookups.asked) == 1
 
 
 def test_what_was_left_is_asked_about_when_it_is_evicted(
-    arrived: tuple[LookupPolicy, TrackedRequest], inquiries: Asked
+    arrived: tuple[LookupPolicy, TrackedRequest], lookups: Asked
 ) -> None:
     """It waited for room, and others took what the engine's own cache had of it."""
     scheduler, asked = arrived
@@ -395,76 +393,76 @@ def test_what_was_left_is_asked_about_when_it_is_evicted(
     assert matched(scheduler, asked) == 192
     assert not scheduler.come_back(asked)  # that answer stays
     assert matched(scheduler, asked) == 192
-    assert len(inquiries.asked) == 1
+    assert len(lookups.asked) == 1
     assert asked.boundaries.end_tokens == 192
     assert (scheduler._waiting, scheduler._running) == (1, 0)
 
 
 def test_the_early_answer_that_was_left_is_given_back_before_it_is_asked_for_again(
-    asking: Callable[..., LookupPolicy], inquiries: Asked, bench: Bench, store: Running
+    policy: Callable[..., LookupPolicy], lookups: Asked, bench: Bench, store: Running
 ) -> None:
     save(bench)
-    scheduler = asking()
+    scheduler = policy()
     asked = question()
     scheduler.arrived(asked)
     if scheduler.leave(asked):  # else the store was quicker
         assert scheduler.come_back(asked)
-        assert len(inquiries.asked) == 1
+        assert len(lookups.asked) == 1
     assert matched(scheduler, asked) == 192
     scheduler.ended(asked)
     assert asked.attempt.answer is not None
     assert asked.attempt.answer.lease is not None
-    inquiries.release(asked.attempt.answer.lease)
+    lookups.release(asked.attempt.answer.lease)
     eventually(lambda: store.stats("leases", "open") == 0)
 
 
 def test_an_engine_that_does_not_read_leaves_what_is_evicted(
-    asking: Callable[..., LookupPolicy], inquiries: Asked
+    policy: Callable[..., LookupPolicy], lookups: Asked
 ) -> None:
-    scheduler = asking(may_leave=True, reads=False)
+    scheduler = policy(may_leave=True, reads=False)
     asked = question()
     assert scheduler.leave(asked)
     walked = asked.attempt.lookup
     assert not scheduler.come_back(asked)
     assert asked.attempt.lookup is walked  # until its path is there, nobody else may walk it
-    assert inquiries.asked == []
+    assert lookups.asked == []
 
 
-def test_nobody_asks_about_an_aborted_request(asking: Callable[..., LookupPolicy], inquiries: Asked) -> None:
-    scheduler = asking(may_leave=True)
+def test_nobody_asks_about_an_aborted_request(policy: Callable[..., LookupPolicy], lookups: Asked) -> None:
+    scheduler = policy(may_leave=True)
     asked = question()
     scheduler.arrived(asked)
     scheduler.ended(asked)
     scheduler.step_launched(0)
-    assert inquiries.asked == []
+    assert lookups.asked == []
 
 
-def test_an_answer_that_is_there_is_taken(asking: Callable[..., LookupPolicy], inquiries: Asked, bench: Bench) -> None:
+def test_an_answer_that_is_there_is_taken(policy: Callable[..., LookupPolicy], lookups: Asked, bench: Bench) -> None:
     save(bench)
-    scheduler = asking()
+    scheduler = policy()
     asked = question()
     scheduler.arrived(asked)
-    eventually(lambda: inquiries.asked[0].answer is not None)
+    eventually(lambda: lookups.asked[0].answer is not None)
     assert not scheduler.leave(asked)
     assert matched(scheduler, asked) == 192
 
 
 def test_a_failed_turn_leaves_what_is_answered_as_it_is(
-    asking: Callable[..., LookupPolicy], inquiries: Asked, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    policy: Callable[..., LookupPolicy], lookups: Asked, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(bench)
     whole = LookupThread._advance
 
-    def fail(self: LookupThread, client: StoreClient, inquiry: PromptLookup) -> bool:
-        is_over = whole(self, client, inquiry)
+    def fail(self: LookupThread, client: StoreClient, lookup: PromptLookup) -> bool:
+        is_over = whole(self, client, lookup)
         if is_over:
-            inquiry.is_cancelled = True  # its lease would be given back
+            lookup.is_cancelled = True  # its lease would be given back
             raise ValueError("for a test")
         return is_over
 
     monkeypatch.setattr(LookupThread, "_advance", fail)
-    asking().arrived(question())
-    eventually(lambda: bool(inquiries.asked) and inquiries.asked[0].answer is not None and not inquiries._active)
-    answer = inquiries.asked[0].answer
+    policy().arrived(question())
+    eventually(lambda: bool(lookups.asked) and lookups.asked[0].answer is not None and not lookups._active)
+    answer = lookups.asked[0].answer
     assert answer is not None
     assert answer.lease is not None

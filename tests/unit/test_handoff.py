@@ -95,16 +95,16 @@ def test_where_there_is_nothing_to_hand_over_nothing_is_changed(untouched: Any) 
 
 
 @pytest.fixture
-def inquiries(bench: Bench) -> Iterator[LookupThread]:
+def lookups(bench: Bench) -> Iterator[LookupThread]:
     bench.start()
-    inquiries = LookupThread(lambda: StoreClient(str(bench.path), namespace=HYBRID), HYBRID)
-    inquiries.start()
-    yield inquiries
-    inquiries.stop()
+    lookups = LookupThread(lambda: StoreClient(str(bench.path), namespace=HYBRID), HYBRID)
+    lookups.start()
+    yield lookups
+    lookups.stop()
 
 
 @pytest.fixture
-def prefill(bench: Bench, inquiries: LookupThread) -> Iterator[StoreClient]:
+def prefill(bench: Bench, lookups: LookupThread) -> Iterator[StoreClient]:
     with StoreClient(str(bench.path), namespace=HYBRID) as client:
         assert not isinstance(client.connect(), Miss)
         yield client
@@ -153,22 +153,22 @@ def handoff(client: StoreClient, **changes: Any) -> Handoff:
     return msgspec.structs.replace(told, **changes)
 
 
-def ask(inquiries: LookupThread, told: Handoff | None, *, block_tokens: int = 1) -> PromptLookup:
+def ask(lookups: LookupThread, told: Handoff | None, *, block_tokens: int = 1) -> PromptLookup:
     """It may wait for an hour: what is answered in a test did not wait for its deadline."""
     now_ns = time.monotonic_ns()
     deadline_ns = now_ns + int(HOUR_S * 1e9)
-    inquiry = PromptLookup(PROMPT, path(PROMPT), deadline_ns, now_ns, told)
-    inquiries.ask(inquiry)
-    return inquiry
+    lookup = PromptLookup(PROMPT, path(PROMPT), deadline_ns, now_ns, told)
+    lookups.ask(lookup)
+    return lookup
 
 
-def answer(inquiry: PromptLookup) -> LookupAnswer:
-    eventually(lambda: inquiry.answer is not None)
-    assert inquiry.answer is not None
-    return inquiry.answer
+def answer(lookup: PromptLookup) -> LookupAnswer:
+    eventually(lambda: lookup.answer is not None)
+    assert lookup.answer is not None
+    return lookup.answer
 
 
-def lookups(client: StoreClient) -> int:
+def answered(client: StoreClient) -> int:
     """How many the store has answered."""
     stats = client.stats().wait()
     assert not isinstance(stats, Miss)
@@ -178,84 +178,84 @@ def lookups(client: StoreClient) -> int:
 
 
 def is_asked_again_and_again(client: StoreClient) -> None:
-    before = lookups(client)
-    eventually(lambda: lookups(client) >= before + 3)
+    before = answered(client)
+    eventually(lambda: answered(client) >= before + 3)
 
 
-def test_a_handoff_is_found_at_exactly_its_boundary(inquiries: LookupThread, prefill: StoreClient) -> None:
+def test_a_handoff_is_found_at_exactly_its_boundary(lookups: LookupThread, prefill: StoreClient) -> None:
     save(prefill, everything())
-    found = answer(ask(inquiries, handoff(prefill)))
+    found = answer(ask(lookups, handoff(prefill)))
     assert (found.end_tokens, found.ends, found.reason) == (END, [64, 128, 192, END], "")
 
 
-def test_decode_waits_for_a_writer_that_has_not_begun(inquiries: LookupThread, prefill: StoreClient) -> None:
-    inquiry = ask(inquiries, handoff(prefill))
+def test_decode_waits_for_a_writer_that_has_not_begun(lookups: LookupThread, prefill: StoreClient) -> None:
+    lookup = ask(lookups, handoff(prefill))
     is_asked_again_and_again(prefill)
-    assert inquiry.answer is None  # nothing is there, nothing is pending, and yet it waits
+    assert lookup.answer is None  # nothing is there, nothing is pending, and yet it waits
     save(prefill, {FULL: boundaries(PROMPT, END)})
     is_asked_again_and_again(prefill)
-    assert inquiry.answer is None  # attention alone is no hit
+    assert lookup.answer is None  # attention alone is no hit
     save(prefill, {STATE: boundaries(PROMPT, END)[-1:]})
-    assert answer(inquiry).end_tokens == END
+    assert answer(lookup).end_tokens == END
 
 
 def test_the_wait_ends_with_the_deadline_and_keeps_what_is_there(
-    inquiries: LookupThread, prefill: StoreClient, bench: Bench
+    lookups: LookupThread, prefill: StoreClient, bench: Bench
 ) -> None:
     ends = boundaries(PROMPT, END)
     save(prefill, {FULL: ends[:2], STATE: ends[1:2]})
-    inquiry = ask(inquiries, handoff(prefill))
+    lookup = ask(lookups, handoff(prefill))
     is_asked_again_and_again(prefill)
-    assert inquiry.answer is None
-    inquiry.deadline_ns = time.monotonic_ns()
-    found = answer(inquiry)
+    assert lookup.answer is None
+    lookup.deadline_ns = time.monotonic_ns()
+    found = answer(lookup)
     assert found.end_tokens == 128
     assert found.reason == MissReason.DEADLINE
     assert found.lease is not None
-    inquiries.release(found.lease)
+    lookups.release(found.lease)
     eventually(lambda: prefill.stats().wait().stats["leases"]["open"] == 0)  # type: ignore[union-attr,index]
 
 
 @pytest.mark.parametrize("second", [{}, {"ticket": "another", "promise": "t"}])
 def test_the_wait_ends_when_prefill_withdraws_its_promise(
-    inquiries: LookupThread, prefill: StoreClient, second: dict[str, str]
+    lookups: LookupThread, prefill: StoreClient, second: dict[str, str]
 ) -> None:
     ends = boundaries(PROMPT, END)
     save(prefill, {FULL: ends[:2], STATE: ends[1:2]})
     promised = Half(role=Role.PREFILL, prompt_tokens=len(PROMPT), saved_tokens=END)
     assert not isinstance(prefill.file_receipt("t", promised).wait(), Miss)
-    inquiry = ask(inquiries, handoff(prefill, **second))
+    lookup = ask(lookups, handoff(prefill, **second))
     is_asked_again_and_again(prefill)
-    assert inquiry.answer is None  # a promise that stands is waited for
+    assert lookup.answer is None  # a promise that stands is waited for
     withdrawn = Half(role=Role.PREFILL, prompt_tokens=len(PROMPT), reason=MissReason.ARENA_FULL)
     assert not isinstance(prefill.file_receipt("t", withdrawn).wait(), Miss)
-    found = answer(inquiry)
+    found = answer(lookup)
     assert (found.end_tokens, found.reason) == (128, MissReason.ARENA_FULL)
 
 
-def test_who_waits_long_asks_ever_more_seldom(inquiries: LookupThread, prefill: StoreClient, clock: Clock) -> None:
+def test_who_waits_long_asks_ever_more_seldom(lookups: LookupThread, prefill: StoreClient, clock: Clock) -> None:
     told = handoff(prefill)
     clock.stop()
-    inquiry = ask(inquiries, told)
+    lookup = ask(lookups, told)
     asked_ms = []
     for now_ms in range(200):
-        turns(inquiries)
-        eventually(lambda: inquiry.call is None)  # it was answered, and the next one is not due yet
-        asked_ms += [now_ms] * (lookups(prefill) - len(asked_ms))
+        turns(lookups)
+        eventually(lambda: lookup.call is None)  # it was answered, and the next one is not due yet
+        asked_ms += [now_ms] * (answered(prefill) - len(asked_ms))
         clock.forward(0.001)
     assert asked_ms == [0, 3, 9, 21, 45, 93, 141, 189]
 
 
-def turns(inquiries: LookupThread) -> None:
+def turns(lookups: LookupThread) -> None:
     """Until its thread has looked at everything once."""
     for _ in range(2):
         came_to_it = threading.Event()
-        inquiries._commands.put(lambda client, done=came_to_it: done.set())  # type: ignore[misc]
+        lookups._commands.put(lambda client, done=came_to_it: done.set())  # type: ignore[misc]
         assert came_to_it.wait(HANG_S)
 
 
-def test_without_a_handoff_nobody_waits(inquiries: LookupThread, prefill: StoreClient) -> None:
-    found = answer(ask(inquiries, None))
+def test_without_a_handoff_nobody_waits(lookups: LookupThread, prefill: StoreClient) -> None:
+    found = answer(ask(lookups, None))
     assert (found.end_tokens, found.reason) == (0, MissReason.ABSENT)
 
 
@@ -270,15 +270,15 @@ def test_without_a_handoff_nobody_waits(inquiries: LookupThread, prefill: StoreC
     ],
 )
 def test_a_handoff_that_cannot_be_meant_for_us_is_not_waited_for(
-    inquiries: LookupThread, prefill: StoreClient, changes: dict[str, Any], reason: MissReason
+    lookups: LookupThread, prefill: StoreClient, changes: dict[str, Any], reason: MissReason
 ) -> None:
-    found = answer(ask(inquiries, handoff(prefill, **changes)))
+    found = answer(ask(lookups, handoff(prefill, **changes)))
     assert (found.end_tokens, found.reason) == (0, reason)
 
 
-def test_what_the_store_has_is_used_whatever_the_handoff_says(inquiries: LookupThread, prefill: StoreClient) -> None:
+def test_what_the_store_has_is_used_whatever_the_handoff_says(lookups: LookupThread, prefill: StoreClient) -> None:
     save(prefill, everything())
-    found = answer(ask(inquiries, handoff(prefill, store="another")))
+    found = answer(ask(lookups, handoff(prefill, store="another")))
     assert (found.end_tokens, found.reason) == (END, "")
 
 
@@ -291,21 +291,21 @@ def conversation(seed: int) -> list[int]:
 
 
 def test_the_end_of_an_answer_is_found_among_those_of_other_conversations(
-    inquiries: LookupThread, prefill: StoreClient
+    lookups: LookupThread, prefill: StoreClient
 ) -> None:
     """No boundary before it has a state: the hit without it would be nothing."""
     ends = {0: 150, 500: 160, 700: 170}
     chunks = boundaries(PROMPT, 128)
     tails = {end: boundaries(conversation(seed), end)[-1] for seed, end in ends.items()}
     save(prefill, {FULL: [*chunks, *tails.values()], STATE: list(tails.values())})
-    found = answer(ask(inquiries, None))
+    found = answer(ask(lookups, None))
     assert (found.end_tokens, found.ends) == (150, [64, 128, 150])
 
 
-def test_where_no_end_fits_the_chunks_before_are_reused(inquiries: LookupThread, prefill: StoreClient) -> None:
+def test_where_no_end_fits_the_chunks_before_are_reused(lookups: LookupThread, prefill: StoreClient) -> None:
     chunks, other = boundaries(PROMPT, 128), boundaries(conversation(500), 160)[-1]
     save(prefill, {FULL: [*chunks, other], STATE: [chunks[-1], other]})
-    found = answer(ask(inquiries, None))
+    found = answer(ask(lookups, None))
     assert (found.end_tokens, found.ends) == (128, [64, 128])
 
 
@@ -323,12 +323,12 @@ def test_hashes_are_hex() -> None:
 
 @pytest.mark.parametrize(("block_tokens", "found_tokens"), [(80, 160), (1, 128)])
 def test_the_last_state_of_the_same_prompt_is_found_among_the_ends_of_many_conversations(
-    inquiries: LookupThread, prefill: StoreClient, block_tokens: int, found_tokens: int
+    lookups: LookupThread, prefill: StoreClient, block_tokens: int, found_tokens: int
 ) -> None:
     """They share their first two chunks. Of the ends that are known behind these, four are tried at most."""
     chunks, own = boundaries(PROMPT, 128), boundaries(PROMPT, 160)[-1]
     others = [boundaries(conversation(1000 * number), 170 + number)[-1] for number in range(1, 9)]
     save(prefill, {FULL: [*chunks, own, *others], STATE: [chunks[-1], own, *others]})
-    inquiries._block_tokens = block_tokens
-    found = answer(ask(inquiries, None))
+    lookups._block_tokens = block_tokens
+    found = answer(ask(lookups, None))
     assert found.end_tokens == found_tokens

@@ -411,9 +411,9 @@ def store(tmp_path: Path) -> Iterator[Running]:
 def test_a_thousand_requests_half_of_them_aborted(store: Running) -> None:
     """No lease, slot or lookup is left. The store asserts its budgets itself, in every step; a failed one ends it."""
     pick = random.Random(5)
-    inquiries = LookupThread(lambda: StoreClient(store.server.config.socket, namespace=LARGE), LARGE)
-    inquiries.start()
-    asking = LookupPolicy(inquiries, Counters(), wait_ms=int(HOUR_S * 1e3))
+    lookups = LookupThread(lambda: StoreClient(store.server.config.socket, namespace=LARGE), LARGE)
+    lookups.start()
+    policy = LookupPolicy(lookups, Counters(), wait_ms=int(HOUR_S * 1e3))
     live: list[TrackedRequest] = []
     hits = aborted = 0
     most_reading = most_held = 0
@@ -426,26 +426,26 @@ def test_a_thousand_requests_half_of_them_aborted(store: Running) -> None:
             priority=pick.choice((0, 0, -1, 1)),
         )
         question = TrackedRequest(request, Boundaries(CHUNK, Extras()))
-        asking.arrived(question)
+        policy.arrived(question)
         live.append(question)
         if number % 10 == 0:
             arena: Any = store.stats("arena")
             most_reading, most_held = max(most_reading, arena["staging_bytes"]), max(most_held, arena["held_bytes"])
         if number % 2:  # one of those that wait is aborted
-            asking.ended(live.pop(pick.randrange(len(live))))
+            policy.ended(live.pop(pick.randrange(len(live))))
             aborted += 1
         while len(live) > 20:  # the scheduler gets to the first ones
             question = live.pop(0)
-            eventually(lambda question=question: asking.answer(question) is not None)  # type: ignore[misc]
-            asking.began(question)
+            eventually(lambda question=question: policy.answer(question) is not None)  # type: ignore[misc]
+            policy.began(question)
             answer = question.attempt.answer
             assert answer is not None
             hits += answer.end_tokens > 0
             if answer.lease is not None:
-                inquiries.release(answer.lease)
-            asking.ended(question)
+                lookups.release(answer.lease)
+            policy.ended(question)
     for question in live:
-        asking.ended(question)
+        policy.ended(question)
     eventually(lambda: store.stats("leases", "open") == 0)
     eventually(lambda: store.stats("arena", "staging_bytes") == 0)
     stats: Any = store.stats()
@@ -459,4 +459,4 @@ def test_a_thousand_requests_half_of_them_aborted(store: Running) -> None:
     assert hits > 200
     assert 0 < most_reading <= MIB
     assert 0 < most_held <= 3 * MIB
-    inquiries.stop()
+    lookups.stop()

@@ -1,6 +1,6 @@
 """The scheduler half against vLLM's own classes, and what names an engine: no engine is started, requests are fakes.
 
-Everything here needs vLLM. What the rules of asking are is in test_early; what is saved, in tests/engine/test_saves.
+Everything here needs vLLM. When the store is asked is in test_early; what is saved is in tests/engine/test_saves.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvtally.client import StoreClient
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.core.receipts import Half
 from kvtally.testing.models import RECIPES, Recipe
-from tests.unit.early_kit import CHUNK, DENSE, Asked, inquiries, request, save, scheduler_half, step, store
+from tests.unit.early_kit import CHUNK, DENSE, Asked, lookups, request, save, scheduler_half, step, store
 from tests.unit.shell import Bench
 from tests.waiting import Clock
 
-__all__ = ["inquiries", "store"]  # fixtures
+__all__ = ["lookups", "store"]  # fixtures
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 BLOCK = 16
@@ -43,9 +43,9 @@ def layout(*groups: GroupSpec, namespace: Namespace = DENSE) -> Any:
 
 
 @pytest.fixture
-def half(inquiries: Asked) -> Callable[..., Any]:
+def half(lookups: Asked) -> Callable[..., Any]:
     def make(*groups: GroupSpec, **settings: Any) -> Any:
-        made = scheduler_half(layout(*groups), inquiries, **settings)
+        made = scheduler_half(layout(*groups), lookups, **settings)
         blocks = SimpleNamespace(
             num_gpu_blocks=1000, blocks=range(1000), touch=lambda _: None, free_blocks=lambda _: None
         )
@@ -203,7 +203,7 @@ def test_what_was_covered_and_is_evicted_while_it_waits_is_loaded(
     assert scheduler._requests["r"].attempt.known_tokens == 31 * CHUNK
 
 
-def test_chunks_that_are_gone_everywhere_are_saved_again(half: Callable[..., Any], inquiries: Asked) -> None:
+def test_chunks_that_are_gone_everywhere_are_saved_again(half: Callable[..., Any], lookups: Asked) -> None:
     scheduler = half(FULL)
     scheduler.policy.is_trifle = lambda track, tokens: tokens < CHUNK
     asked = request("r", list(range(200)))
@@ -223,14 +223,14 @@ def test_chunks_that_are_gone_everywhere_are_saved_again(half: Callable[..., Any
 class Filed(list[Half]):
     """The halves that a scheduler half files, in order."""
 
-    def __init__(self, inquiries: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, lookups: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        monkeypatch.setattr(inquiries, "file", lambda ticket, half: self.append(half))
+        monkeypatch.setattr(lookups, "file", lambda ticket, half: self.append(half))
 
 
 @pytest.fixture
-def filed(inquiries: Asked, monkeypatch: pytest.MonkeyPatch) -> Filed:
-    return Filed(inquiries, monkeypatch)
+def filed(lookups: Asked, monkeypatch: pytest.MonkeyPatch) -> Filed:
+    return Filed(lookups, monkeypatch)
 
 
 def found(scheduler: Any, asked: Any) -> tuple[int, bool]:
@@ -264,7 +264,7 @@ def computed(scheduler: Any, asked: Any, tokens: int) -> list[int]:
 
 
 def test_a_receipt_is_of_the_life_that_gave_the_answer(
-    half: Callable[..., Any], inquiries: Asked, filed: Filed, bench: Bench
+    half: Callable[..., Any], lookups: Asked, filed: Filed, bench: Bench
 ) -> None:
     """Preempted in mid-prompt, and then the store has forgotten: what the first life had loaded is not claimed."""
     save(bench)
@@ -274,7 +274,7 @@ def test_a_receipt_is_of_the_life_that_gave_the_answer(
     load(scheduler, asked, 192, moved_bytes=768, seconds=0.5, verified=True)
     assert computed(scheduler, asked, 4) == []
     preempt(asked)
-    assert inquiries.reset(5)
+    assert lookups.reset(5)
     assert found(scheduler, asked) == (0, False)
     scheduler.after_alloc(asked, None, 0)
     assert computed(scheduler, asked, 200) == [64, 128, 192, 199]  # it saves its beginning again
@@ -345,7 +345,7 @@ def test_a_load_that_failed_is_the_reason_in_every_later_life(
     assert (told.reused_tokens, told.computed_tokens, told.reason) == (0, 200, "checksum")
 
 
-def test_a_preempted_request_waits_again(half: Callable[..., Any], inquiries: Asked) -> None:
+def test_a_preempted_request_waits_again(half: Callable[..., Any], lookups: Asked) -> None:
     """What waits is told to the store with every early lookup, and an engine in which nothing runs may wait for it."""
     scheduler, asked = half(FULL), request()
     scheduler.on_new_request(asked)
@@ -540,7 +540,7 @@ def test_an_adapter_that_was_replaced_is_neither_read_nor_saved(half: Callable[.
 
 
 def test_what_has_images_that_are_only_counted_is_neither_read_nor_saved(
-    half: Callable[..., Any], inquiries: Asked
+    half: Callable[..., Any], lookups: Asked
 ) -> None:
     made = half(FULL, names_images=False)
     image = SimpleNamespace(identifier="renderer0-mm-1-image-0", mm_position=SimpleNamespace(offset=3, length=9))
@@ -553,7 +553,7 @@ def test_what_has_images_that_are_only_counted_is_neither_read_nor_saved(
     }
     assert [name for name, track in made._requests.items() if track.may_save] == ["text"]
     assert made.matched_tokens(request("image", mm_features=[image]), 0) == (0, False)
-    assert [asked.tokens for asked in inquiries.asked] == []  # the text's turn comes with the next step
+    assert [asked.tokens for asked in lookups.asked] == []  # the text's turn comes with the next step
 
 
 def test_a_state_is_asked_for_whenever_vllm_comes_to_the_request(

@@ -134,29 +134,29 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 @pytest.fixture
-def inquiries(world: World) -> Iterator[LookupThread]:
-    inquiries = LookupThread(lambda: StoreClient(world.path, namespace=NAMESPACE), NAMESPACE)
-    yield inquiries
-    inquiries.stop()
+def lookups(world: World) -> Iterator[LookupThread]:
+    lookups = LookupThread(lambda: StoreClient(world.path, namespace=NAMESPACE), NAMESPACE)
+    yield lookups
+    lookups.stop()
 
 
-def test_reset_reaches_the_store(world: World, inquiries: LookupThread) -> None:
+def test_reset_reaches_the_store(world: World, lookups: LookupThread) -> None:
     store = world.store()
-    inquiries.start()
-    assert inquiries.reset(HANG_S)
+    lookups.start()
+    assert lookups.reset(HANG_S)
     assert store.take(Reset).digest == b""  # the session's own namespace
 
 
-def test_reset_without_a_store_fails(world: World, inquiries: LookupThread) -> None:
-    inquiries.start()
-    assert not inquiries.reset(HANG_S)
+def test_reset_without_a_store_fails(world: World, lookups: LookupThread) -> None:
+    lookups.start()
+    assert not lookups.reset(HANG_S)
 
 
-def test_reset_does_not_wait_for_ever(world: World, inquiries: LookupThread) -> None:
+def test_reset_does_not_wait_for_ever(world: World, lookups: LookupThread) -> None:
     store = world.store()
     store.on[Reset] = lambda request: []
-    inquiries.start()
-    assert not inquiries.reset(0.2)
+    lookups.start()
+    assert not lookups.reset(0.2)
 
 
 # ---- with vLLM
