@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -144,24 +143,18 @@ def processes(mark: str) -> list[int]:
     return found
 
 
-def wait_for(count: int, mark: str) -> None:
-    deadline = time.monotonic() + HANG_S
-    while len(processes(mark)) != count:
-        assert time.monotonic() < deadline, processes(mark)
-        time.sleep(0.05)
-
-
 def test_no_engine_outlives_its_test(tmp_path: Path) -> None:
     """Not even if the test's process is killed and the engine does not listen."""
     mark = f"mark-{tmp_path}"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "KVTALLY_TEST_MARK": mark}
     parent = subprocess.Popen([sys.executable, "-c", PARENT, STUBBORN, str(tmp_path / "log")], env=environment)
     try:
-        wait_for(5, mark)  # the parent, the nursery, the runner, the stubborn one and its child
+        # The parent, the nursery, the runner, the stubborn one and its child.
+        eventually(lambda: len(processes(mark)) == 5, "all of them ran")
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait(HANG_S)
-    wait_for(0, mark)
+    eventually(lambda: not processes(mark), "all of them ended")
 
 
 def test_a_group_that_listens_ends_in_order(tmp_path: Path) -> None:
@@ -171,10 +164,7 @@ def test_a_group_that_listens_ends_in_order(tmp_path: Path) -> None:
     )
     log = tmp_path / "log"
     group = ProcessGroup(["guard", sys.executable, "-c", obedient], log, {})
-    deadline = time.monotonic() + HANG_S
-    while "up" not in log.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    eventually(lambda: "up" in log.read_text(), "it ran")
     group.close()
     assert log.read_text().splitlines() == ["up", "in order"]
 
