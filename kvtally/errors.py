@@ -1,4 +1,4 @@
-"""The one error tree. Every error says what failed, on what, and what to do about it.
+"""The one error tree. Every error says what failed, where, and what to do about it.
 
 KVTallyError             KV-0xx          the command itself failed, exit code 1
 ├── ConfigError          KV-1xx  REFUSE  a setting is wrong: stop at start, exit code 2
@@ -24,7 +24,7 @@ class Disposition(StrEnum):
 
     REFUSE = "refuse"  # stop at start-up and print the remedy
     MISS = "miss"  # count it with its reason and recompute
-    ANSWER = "answer"  # tell the client who asked
+    ANSWER = "answer"  # tell the client
 
 
 class KVTallyError(Exception):

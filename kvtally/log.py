@@ -1,7 +1,7 @@
-"""How the daemon's log lines look. Owns the two formats; every module logs with `logging.getLogger(__name__)`.
+"""The two formats of log lines. Every module logs with `logging.getLogger(__name__)`.
 
-Fields of a line go in `extra={...}`: the text format appends them as `name=value`, the JSON format makes them members.
-Configured once, by the command that starts a daemon; libraries (the client in an engine) never configure logging.
+A line's fields go in `extra={...}`: the text format appends `name=value`, the JSON format adds members. The command
+that starts a daemon configures logging, once; libraries (the client in an engine) never do.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
-# Whatever is an attribute of a record beyond these was put there by `extra`.
+# Any other attribute of a record came from `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
 def configure(log_format: LogFormat, *, verbose: bool) -> None:
-    """Send log lines to stderr; with `verbose` also those of level DEBUG."""
+    """Send log lines to stderr; with `verbose`, DEBUG lines too."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format is LogFormat.JSON else TextFormatter())
     logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler], force=True)

@@ -1,12 +1,12 @@
-"""`kvtally demo`: prefill and decode in two real vLLM servers, a store, a router; what the receipts of requests prove.
+"""`kvtally demo`: prefill and decode in two real vLLM servers, a store, a router, and what each receipt proves.
 
     demo ──▶ tiny hybrid model, made on the spot ──▶ kvtally up ──▶ store, prefill, decode, router
       └────▶ requests through the router; kill -9; a flipped byte ──▶ one row each: receipt, answer, what it proves
 
-Each answer is compared with what decode's engine says when it reuses nothing, by the same arithmetic (its own
-continuation where a prompt was handed over, see `testing.deployment`). A step that does not prove what it should makes
-the exit code 1. Nothing outlives it: `kvtally up` ends with this process, and everything lies in one temporary
-directory; only the logs of a demo that failed are kept. Threading: none.
+Each answer is compared with what decode's engine says when it reuses nothing, computed by the same arithmetic (for a
+prompt that was handed over, the engine's own continuation; see `testing.deployment`). If a step does not prove what it
+should, the exit code is 1. Nothing is left behind: `kvtally up` ends with this process, and all files are in one
+temporary directory. Only the logs of a failed demo are kept. Threading: none.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _kept_logs(directory: Path) -> str:
-    """Take the logs out of the directory that goes away, and say where they are."""
+    """Save the logs from the directory that is about to be removed, and say where they are."""
     kept = tempfile.mkdtemp(prefix="kvtally-demo-logs-")
     for log in directory.rglob("*.log*"):
         shutil.copy(log, kept)
@@ -124,7 +124,7 @@ def _show(directory: Path, console: Console) -> list[Row]:
 
 
 def play(up: Deployment, doing: Callable[[str], None]) -> Iterator[Row]:
-    """The steps, one after the other."""
+    """Run the steps, in order."""
     pick = random.Random(7)
 
     def tokens(count: int) -> list[int]:
@@ -200,7 +200,7 @@ class _Asked:
         begun = time.monotonic()
         self.answer = up.complete(prompt, stream=stream)
         self._seconds = time.monotonic() - begun
-        # Prefill may have cut the prompt into other steps than the reference: then rounding differs, and tokens count.
+        # Prefill may have computed the prompt in other steps than the reference, with other rounding: compare tokens.
         self._is_equal = alone is None or self.answer.tokens == alone.tokens
         self.told = self.answer.told
         self.reused, self.computed = (_number(self.told.get(f"{what}-tokens", "")) for what in ("reused", "computed"))
@@ -222,7 +222,7 @@ class _Asked:
 
 
 def _kill(up: Deployment, *names: str) -> None:
-    """Once everything that was saved is on disk; then until all are back."""
+    """Kill -9 these processes once everything saved is on disk, and wait until they are back."""
     with up.store() as client:
 
         def is_written() -> bool:
@@ -249,7 +249,7 @@ def _number(text: str) -> int:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    """Fits 80 columns: what a step proves stands beneath its name."""
+    """Fits 80 columns: below each step's name stands what it proves."""
     table = Table(box=SIMPLE, padding=(0, 1), show_edge=False)
     table.add_column("step, and what it proves", ratio=1)
     table.add_column("verdict", overflow="fold", max_width=11)

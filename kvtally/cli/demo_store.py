@@ -2,11 +2,11 @@
 
     demo ──starts, kills, restarts──▶ store daemon ◀──unix socket, arena──▶ engine A, engine B (SyntheticEngine)
 
-Owns the story, the processes and the table. Every prompt's output is first computed by an engine that knows no store;
-whatever an engine answers later is compared with that. A step that does not prove what it should makes the exit code 1.
+Owns the story, the processes and the table. An engine without a store first computes every prompt's output; all later
+answers are compared with that. If a step does not prove what it should, the exit code is 1.
 
-Nothing outlives it: children are stopped on the way out, are killed by the kernel if this process dies, and live in one
-temporary directory. Threading: none.
+Nothing is left behind: children are stopped at the end, the kernel kills them if this process dies, and their files are
+in one temporary directory. Threading: none.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from kvtally.shm import address_of
 from kvtally.testing.engine import FULL, NAMESPACE, Answer, SyntheticEngine
 from kvtally.wire.messages import MissReason
 
-DEADLINE_S = 20.0  # for any one thing; the whole takes a few seconds
+DEADLINE_S = 20.0  # for any single wait; the whole demo takes a few seconds
 SIZE = "64MiB"
 SHARED_TOKENS = 6 * NAMESPACE.chunk_tokens  # the beginning that two prompts have in common
 NEXT_CHUNK = SHARED_TOKENS // NAMESPACE.chunk_tokens  # index of the first chunk after it
 REMEDY = "If the machine is very busy, try again when it is not; otherwise report this."
-NARROWEST_TABLE = 80  # columns; where there are fewer, a row becomes paragraphs
+NARROWEST_TABLE = 80  # columns; below that, rows become paragraphs
 
 INTRODUCTION = (
     "A store daemon and two engine processes. The engines have a synthetic hybrid model: full attention, sliding "
@@ -88,11 +88,11 @@ def main(arguments: Sequence[str]) -> int:
 
 class Row(Step, frozen=True, kw_only=True):
     output_equal: bool
-    reason: str  # why not more was reused: a MissReason, or empty
+    reason: str  # why no more was reused: a MissReason, or empty
 
 
 class Prompts:
-    """What the engines are asked, and the output that each prompt must have: computed without any store."""
+    """The prompts, and the output that each must have, computed without a store."""
 
     def __init__(self) -> None:
         pick = random.Random(7)
@@ -108,7 +108,7 @@ class Prompts:
 
 
 def play(stage: Stage) -> Iterator[Row]:
-    """The steps in their order; each depends on what those before it left behind."""
+    """Run the steps, in order; each builds on the ones before."""
     prompts = Prompts()
     stage.start_store()
     first = stage.engine("engine A", Role.PREFILL)
@@ -209,7 +209,7 @@ def _judge(row: Row, holds: bool, proves: str, *, output_equal: bool = True) -> 
 
 
 def _object(prompt: Tokens, index: int) -> bytes:
-    """The bytes of the prompt's full-attention object at this boundary, as an engine that computed them has them."""
+    """The bytes of the prompt's full-attention object at this boundary, as a computing engine has them."""
     engine = SyntheticEngine(seed=5)
     request = engine.admit(prompt)
     engine.compute(request, request.ends[index])
@@ -226,8 +226,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: Tokens
     ticket: str
-    patience_s: float = DEADLINE_S  # wait so long for the store, where it is not there
-    commit: bool = True  # False: only write, and say how many objects; publishing them is never reached
+    patience_s: float = DEADLINE_S  # how long to wait for a store that is not there
+    commit: bool = True  # False: write objects and count them, but never commit
 
 
 def _be_engine(name: str, role: str, socket: str) -> int:
@@ -310,14 +310,14 @@ class Stage:
         self._store.wait_for(lambda: condition(self.stats()), f"the store did not see {what} in time", DEADLINE_S)
 
     def verdicts(self) -> list[Verdict]:
-        """What the store says of the last requests that two engines had a part in."""
+        """The store's verdicts on the last requests with a decode half."""
         found = self.client.receipts(last=100).wait()
         if isinstance(found, Miss):
             raise self._store.broken("the store gave no receipts")
         return [receipt.verdict for receipt in found.receipts if receipt.decode is not None]
 
     def flip_on_disk(self, content: bytes) -> None:
-        """Change one byte of the object with this content, as a bad sector would, behind the store's back."""
+        """Change one byte of the object with this content behind the store's back, as a bad sector would."""
         with (self._directory / "disk" / "data").open("r+b") as file:
             at = file.read().find(content[:4096])  # its first granule lies in one piece
             if at < 0:

@@ -15,7 +15,7 @@ from kvtally.config import load
 from kvtally.config.units import printable
 from kvtally.errors import ConfigError, KVTallyError, TransportError
 
-if TYPE_CHECKING:  # costs 0.1 s, which `kvtally --help` need not pay
+if TYPE_CHECKING:  # these take 0.1 s to import: too long for `kvtally --help`
     from rich.console import RenderableType
 
     from kvtally.cli.render import KnownNamespace
@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 WATCH_S = 1.0
 RESET_S = 60.0  # a disk takes seconds to remove some 100,000 objects
-UNREMOVED = "KV-600"  # a tier has not removed everything yet; where it cannot, there are other codes
+UNREMOVED = "KV-600"  # a tier has not removed everything yet; if it cannot, the code is another
 AGAIN_S = 0.1
 _REFUSAL = re.compile(r"(.*) \[(KV-\d{3})\]\. (.*)", re.DOTALL)  # an error as text: `KVTallyError.__str__`
 SHORTEST_PREFIX = 6  # of a digest, in hexadecimal digits
@@ -37,7 +37,7 @@ def stat(
     socket: SocketOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second, until Ctrl-C.")] = False,
 ) -> None:
     """Show what a store holds, reuses and serves.
 
@@ -51,15 +51,19 @@ def stat(
 
 
 def receipts(
-    ticket: Annotated[str | None, typer.Argument(help="Ticket of one request; without it the last ones filed.")] = None,
-    last: Annotated[int, typer.Option("--last", min=1, max=1000, help="How many of the last ones.")] = 20,
+    ticket: Annotated[
+        str | None, typer.Argument(help="Ticket of one request. Default: the most recent receipts.")
+    ] = None,
+    last: Annotated[
+        int, typer.Option("--last", min=1, max=1000, help="How many of the most recent receipts to show.")
+    ] = 20,
     socket: SocketOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what was promised and what was really reused.
 
-    A receipt has two halves: prefill says what it saved, decode what it loaded; the verdict comes of matching them.
+    A receipt has two halves: what prefill saved and what decode loaded. Matching them gives the verdict.
     """
     with _Asker(socket, config) as store:
         client = store.client
@@ -82,17 +86,17 @@ def reset(
         str | None,
         typer.Option(
             metavar="HEX",
-            help="Digest of the namespace to forget, or its first digits, as kvtally stat shows it. Default: all.",
+            help="Digest of the namespace to forget, or its first digits; kvtally stat shows it. Default: all of them.",
             show_default=False,
         ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     socket: SocketOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Make a store forget what it holds, on every tier.
 
-    Engines go on and compute anew. What they are reading just now stays readable until they are done.
+    Engines keep running and compute again. Objects that an engine is reading stay until it has finished.
     """
     from kvtally.cli.render import read_stats
 
@@ -107,14 +111,14 @@ def reset(
         if not yes:
             typer.confirm("Forget these?", abort=True)
         deadline = time.monotonic() + RESET_S
-        calls = [store.reset(item.digest) for item in chosen]  # all, before one may fail
+        calls = [store.reset(item.digest) for item in chosen]  # send all before one can fail
         for item, call in zip(chosen, calls, strict=True):
             store.see_removed(item.digest, call, deadline)
     typer.echo(f"Forgot {sum(item.objects for item in chosen):,} objects.")
 
 
 def _stat_json(store: _Asker, *, watch: bool) -> None:
-    """One tree; with `watch` one line a second, each a whole tree."""
+    """Print one tree; with `watch`, a whole tree on one line each second."""
     while True:
         typer.echo(json.dumps(store.stats(), indent=None if watch else 2))
         if not watch:
@@ -137,7 +141,7 @@ def _stat_tables(store: _Asker, *, watch: bool) -> None:
 
 
 def _pages(store: _Asker) -> Iterator[RenderableType]:
-    """One at once, then one a second."""
+    """Yield a page at once, then one each second."""
     from rich.text import Text
 
     from kvtally.cli.render import read_stats, stats_page
@@ -148,14 +152,14 @@ def _pages(store: _Asker) -> Iterator[RenderableType]:
         time.sleep(WATCH_S)
         try:
             before, now = now, read_stats(store.stats())
-        except TransportError as error:  # a store that restarts comes back
+        except TransportError as error:  # it may only be restarting
             yield Text(f"{error.message}; waiting for it")
         else:
             yield stats_page(now, before if before.store == now.store else None)
 
 
 class _Asker:
-    """A client for a person: what an engine would count as a miss, and go on, is an error here."""
+    """A client for people: where an engine would count a miss and go on, this raises an error."""
 
     def __init__(self, socket: str | None, config: str | None) -> None:
         from kvtally.client import StoreClient
@@ -176,8 +180,8 @@ class _Asker:
         return self.client.reset(bytes.fromhex(digest), timeout_s=RESET_S)
 
     def see_removed(self, digest: str, call: Call[ResetDone], deadline: float) -> None:
-        """Wait until no restart brings anything back. Everything is forgotten by then, and a store that is asked once
-        more waits a moment for what a tier has not removed yet."""
+        """Wait until every tier has removed the objects, so that no restart brings them back. The store itself has
+        forgotten them already; each further reset waits a moment for a tier that is not done."""
         while True:
             try:
                 self.answer(call)
@@ -202,22 +206,22 @@ class _Asker:
         if miss.reason is MissReason.STORE_UNREACHABLE:
             return TransportError(
                 f"no store answers at {self.address}",
-                remedy="Start one with `kvtally store`, or name one that runs, as its user: --socket PATH.",
+                remedy="Start one with `kvtally store`, or name a running one of your own user: --socket PATH.",
             )
         if miss.reason is MissReason.DEADLINE:
             return TransportError(
                 f"the store at {self.address} did not answer in time",
-                remedy="It is overloaded or stopped: look at its log and its CPU time, then try again.",
+                remedy="It is overloaded or stopped. Look at its log and its CPU time, then try again.",
                 code="KV-501",
             )
         if told := _REFUSAL.fullmatch(miss.detail):
             message, code, remedy = told.groups()
             return TransportError(f"the store said no: {message}", remedy=remedy, code=code)
-        return TransportError(f"the store said no: {miss.detail or miss.reason}", remedy="Its log says more.")
+        return TransportError(f"the store said no: {miss.detail or miss.reason}", remedy="See its log.")
 
 
 def _only(prefix: str, known: list[KnownNamespace]) -> KnownNamespace:
-    """The one namespace whose digest begins so."""
+    """The one namespace whose digest begins with this prefix."""
     matching = [item for item in known if item.digest.startswith(prefix.lower())]
     if len(prefix) < SHORTEST_PREFIX or len(matching) != 1:
         names = ", ".join(item.digest[:12] for item in known) or "none"

@@ -1,7 +1,7 @@
 """The `kvtally` command: its sub-commands, and what an error looks like to the person who typed it.
 
 Owns exit codes: 0 fine, 1 failed, 2 refused (a setting or a version is wrong), 130 interrupted. Whatever a command
-needs beyond the settings is imported inside the command, so that `kvtally --help` answers at once.
+needs beyond the settings is imported inside it, so that `kvtally --help` answers at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
-    rich_markup_mode=None,  # boxes leave options too narrow a column, and rich takes a third of the time
+    rich_markup_mode=None,  # rich's boxes leave options too narrow a column, and importing it takes a third of the time
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = typer.Typer(
@@ -43,27 +43,27 @@ bench_app = typer.Typer(
     rich_markup_mode=None,
 )
 
-# The arguments of these commands are read by the module that runs them; `--help` too.
+# The module that runs such a command reads its arguments itself, `--help` included.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def main() -> None:
     """Entry point: run the command; an error becomes one clear line and its remedy on stderr."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that has no ✔ is no reason to end
+        sys.stdout.reconfigure(errors="replace")  # a terminal without ✔ must not end the command
     try:
         _run_whole()
     except KVTallyError as error:
         for line in (f"error: {error.message} [{error.code}]", f"remedy: {error.remedy}"):
             print(wrapped(line, columns(sys.stderr), "  "), file=sys.stderr)  # noqa: T201
         sys.exit(2 if error.disposition is Disposition.REFUSE else 1)
-    except KeyboardInterrupt:  # before a command had begun; from then on typer sees to it
+    except KeyboardInterrupt:  # before a command began; after that, typer handles it
         sys.exit(130)
 
 
 def _run_whole() -> None:
-    """Run the command and write out all that it prints. Output that is left to the interpreter's end, and cannot be
-    written there, is a traceback."""
+    """Run the command and flush its output. Left to the interpreter's exit, output that cannot be written ends in a
+    traceback."""
     try:
         try:
             app()
@@ -85,7 +85,7 @@ def _run_whole() -> None:
 
 
 def _takes_output() -> bool:
-    """Whether standard output can be written to: one more line tells."""
+    """Whether standard output can be written to. Tries one more line."""
     try:
         typer.echo()
         sys.stdout.flush()
@@ -95,7 +95,7 @@ def _takes_output() -> bool:
 
 
 def _drop_output() -> None:
-    """Nothing more goes to standard output, and at the interpreter's end nobody tries."""
+    """Discard what is left, so that the interpreter's exit does not try to write it again."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -200,6 +200,6 @@ def _demo_store(context: typer.Context) -> None:
 
 
 def _run_module(name: str, arguments: list[str]) -> None:
-    """Hand over to a module with `main(arguments: Sequence[str]) -> int`, its exit code."""
+    """Run a module's `main(arguments: Sequence[str]) -> int` and exit with its code."""
     entry: Callable[[list[str]], int] = importlib.import_module(name).main
     raise typer.Exit(entry(arguments))

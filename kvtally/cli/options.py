@@ -1,4 +1,4 @@
-"""Options of commands. Those of settings are made from the table: names, help and what stands for their values."""
+"""Options of commands. Those for settings are derived from the table: their names, help and placeholders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtally.log import LogFormat
 
 
 def _option(setting: Setting) -> Any:
-    """The type of the option of one setting. Not given is None: `config.load` then looks elsewhere."""
+    """The annotated type of a setting's option. None means not given: `config.load` then looks elsewhere."""
     if isinstance(setting.kind, Switch):
         both = f"{setting.flag}/{setting.flag.replace('--', '--no-', 1)}"
         return Annotated[bool | None, typer.Option(both, help=setting.help, show_default=False)]
@@ -72,5 +72,5 @@ def taking(keys: Sequence[str]) -> Callable[[Callable[..., None]], Callable[...,
 
 
 def _joined(value: Any) -> Any:
-    """Repeated flags are written with spaces between them, as in the environment."""
+    """Join repeated flags with spaces, which is how the environment writes them."""
     return (" ".join(value) or None) if isinstance(value, list) else value

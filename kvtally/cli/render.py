@@ -1,7 +1,7 @@
-"""How a store's stats and receipts look to people. Data in, rich renderables out; asks nobody and knows no clock.
+"""How a store's stats and receipts look to people. Data in, rich renderables out; no I/O and no clock.
 
-The structs name the part of the stats tree that is shown; what a newer store adds is ignored, what an older one lacks
-shows as zero.
+The structs name the part of the stats tree that is shown. Fields that a newer store adds are ignored; fields that an
+older one lacks show as zero.
 """
 
 from __future__ import annotations
@@ -113,22 +113,22 @@ def read_stats(tree: object) -> Stats:
     except msgspec.ValidationError as error:
         raise IncompatibleError(
             f"the store's stats have a form this version does not know: {error}",
-            remedy="Use the kvtally of the store's version, or --json, which prints them as they are.",
+            remedy="Use a kvtally of the store's version, or --json, which prints them unread.",
             code="KV-201",
         ) from error
 
 
 def console() -> Console:
-    """Markup is off: what peers call themselves is printed as it is. Lines are neither cut nor folded: where one is too
-    long, the terminal itself wraps it, and it can still be copied."""
+    """A console that prints names of peers literally (no markup) and neither cuts nor folds lines: the terminal wraps a
+    line that is too long, and it can still be copied."""
     return Console(markup=False, highlight=False, soft_wrap=True, width=columns())
 
 
 class Table:
-    """Rows of cells in columns. A column whose name begins with > is set flush right.
+    """Rows of cells in columns. A column whose name begins with > is aligned right.
 
-    Cells are never folded: half a ticket, or half a size, is of no use. (Rich's own table folds them in the middle of
-    words where the terminal is narrow.)
+    Cells are never folded: half a ticket, or half a size, is useless. (On a narrow terminal, rich's own table breaks
+    words.)
     """
 
     def __init__(self, *heads: str) -> None:
@@ -162,13 +162,13 @@ class Table:
             for cell, width, is_right in zip(row, widths, self._is_right, strict=True):
                 cell.align("right" if is_right else "left", width)
             line = Text(GAP).join(row)
-            line.rstrip()  # blanks at the end would wrap
+            line.rstrip()  # trailing blanks would wrap
             line.no_wrap, line.overflow = True, "ignore"
             yield line
 
 
 class Fitting:
-    """A table where it fits the terminal, else paragraphs that say the same: a head and, beneath it, the rest."""
+    """A table if it fits the terminal, else the same as paragraphs: a heading with the rest below it."""
 
     def __init__(self, title: str, table: Table, paragraphs: Sequence[tuple[str, str]]) -> None:
         self._title = title
@@ -187,8 +187,8 @@ class Fitting:
 
 
 class StatsPage:
-    """What a store holds, reuses and serves. Rates are those since `before`, or, without it, averages since the store
-    started. On a screen of few rows blank lines make way first, then the ends of the long lists."""
+    """What a store holds, reuses and serves. Rates are taken since `before`, or since the store started. Where a
+    screen has too few rows, blank lines are dropped first, then the ends of the longest lists."""
 
     def __init__(self, now: Stats, before: Stats | None = None) -> None:
         self._now = now
@@ -258,7 +258,7 @@ _VERDICT_STYLE = {
 
 
 class _Rates:
-    """Per second, between two looks, or since the store started."""
+    """Rates per second: between two looks, or since the store started."""
 
     def __init__(self, now: Stats, before: Stats | None) -> None:
         earlier = before or Stats()
@@ -363,7 +363,7 @@ def _filled(heads: Sequence[str], rows: Iterable[Cells]) -> Table:
 
 
 def _trouble_table(now: Stats) -> Table:
-    """Counts that ought to be zero; shown only where they are not."""
+    """Counts that should be zero; only those that are not."""
     troubles = {f"quarantined: {reason}": count for reason, count in now.quarantined.count.items()}
     for tier in now.tiers:
         troubles |= {f"{tier.name} failed: {code}": count for code, count in tier.errors.items()}
@@ -377,7 +377,7 @@ def _trouble_table(now: Stats) -> Table:
 
 
 def _client_table(clients: Sequence[Client], most: int) -> Table:
-    """Names last: however long one is, the other columns stay in line."""
+    """Names come last, so that a long one does not push other columns out of line."""
     table = Table(">session", "namespace", ">leases", ">open saves", "client")
     for client in _beginning(clients, most):
         name, digest = printable(client.client), client.namespace[:12] or "-"
@@ -395,7 +395,7 @@ def _namespace_table(namespaces: Sequence[KnownNamespace], most: int) -> Table:
 
 
 def _beginning(items: Sequence[T], most: int) -> Sequence[T]:
-    """All of them, or so many that a line for the others still fits."""
+    """All items if they fit into `most` lines, else as many as leave a line for "… more"."""
     return items if len(items) <= most else items[: most - 1]
 
 
@@ -406,7 +406,7 @@ def _tell_more(table: Table, count: int) -> None:
 
 
 def _shortened(counts: Sequence[int], rows: int) -> list[int]:
-    """How many lines each list may have, so that all fit these rows: the longest one makes way, down to one line."""
+    """How many lines each list gets so that all fit into these rows. The longest is cut first; each keeps one line."""
     lines = list(counts)
     while sum(map(_list_height, lines)) > rows and max(lines) > 1:
         lines[lines.index(max(lines))] -= 1

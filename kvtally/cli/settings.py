@@ -1,4 +1,4 @@
-"""`kvtally config show`: every setting, its value, and who said so."""
+"""`kvtally config show`: every setting, its value, and where it was set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvtally up`: a store, engines and a router on this machine, from one file. Thin: `kvtally.up` does it."""
+"""`kvtally up`: a store, engines and a router on this machine, from one file. `kvtally.up` does the work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from kvtally.config.directories import state_directory
 
-if TYPE_CHECKING:  # `kvtally --help` need not pay for these
+if TYPE_CHECKING:  # too slow to import for `kvtally --help`
     from kvtally.up.file import Deployment
     from kvtally.up.plan import Process
 
@@ -23,9 +23,9 @@ def up(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, and start nothing.")] = False,
 ) -> None:
-    """Start a store, engines and a router on this machine, and keep them.
+    """Start a store, engines and a router on this machine, and keep them running.
 
-    Restarts what dies. Ctrl-C stops everything, in order; a second one at once. Nothing is left behind.
+    Restarts a process that dies. Ctrl-C stops everything, in order; a second Ctrl-C at once. Nothing is left behind.
     """
     from kvtally.up.file import read
     from kvtally.up.host import check, this_host
@@ -62,5 +62,5 @@ def _print_commands(processes: Sequence[Process]) -> None:
 
 
 def _logs(deployment: Deployment, processes: Sequence[Process]) -> Path:
-    """One directory for each router."""
+    """Each router has its own directory."""
     return Path(deployment.logs or state_directory(os.environ) / f"up-{processes[-1].port}")

@@ -1,4 +1,4 @@
-"""`kvtally verify`: what a running router's reuse is worth, in words and as an exit code. `kvtally.verify` does it."""
+"""`kvtally verify`: is a running router's reuse real? Prints the answer; `kvtally.verify` finds it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvtally.config.units import printable
 from kvtally.config.yaml_file import read_text
 from kvtally.errors import ConfigError
 
-if TYPE_CHECKING:  # `kvtally --help` need not pay for these
+if TYPE_CHECKING:  # too slow to import for `kvtally --help`
     from kvtally.verify.judge import Observation, Report
 
 CELLS = "{:<16} {:<5} {:>6}  {:<10} {:>7} {:>8}  "
-INDENT = " " * 24  # of what does not fit behind the cells
+INDENT = " " * 24  # before what does not fit beside the cells
 
 
 def verify(
@@ -38,7 +38,7 @@ def verify(
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Of the random prompts. Default: a new one, so that nobody has seen them.", show_default=False
+            help="Seed of the random prompts. Default: a new one, so that no cache has seen them.", show_default=False
         ),
     ] = None,
     timeout: Annotated[
@@ -48,8 +48,8 @@ def verify(
 ) -> None:
     """Prove that a router's reuse is real, or say why it is not.
 
-    Asks it random prompts, compares the answers with those of an engine that reuses nothing, reads the receipts and the
-    engines' own counters. Exit code: 0 proved, 1 not proved, 2 nothing could be tested.
+    Sends random prompts, compares the answers with those of an engine that reuses nothing, and reads the receipts and
+    the engines' own counters. Exit code: 0 proved, 1 not proved, 2 nothing could be tested.
     """
     from kvtally.verify.http import Server
     from kvtally.verify.judge import Outcome
@@ -58,7 +58,7 @@ def verify(
     key = _read_key(key_file)
 
     def connect(address: str) -> Server:
-        base = address.rstrip("/").removesuffix("/v1")  # which is what OpenAI's clients are given
+        base = address.rstrip("/").removesuffix("/v1")  # OpenAI's clients are given it with /v1
         return Server(base, key=key, timeout_s=timeout)
 
     seed = secrets.randbits(32) if seed is None else seed
@@ -86,7 +86,8 @@ def _read_key(path: Path | None) -> str:
     key = read_text(path, "the key file").strip()
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(
-            f"the key file {path} holds what no header can carry", remedy="Write the key alone into it, as one line."
+            f"the key file {path} holds characters that no header can carry",
+            remedy="Put only the key into it, on one line.",
         )
     return key
 

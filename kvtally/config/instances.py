@@ -1,6 +1,6 @@
-"""How an engine behind the router is written: `http://10.0.0.7:8000,store=tcp://10.0.0.7:7400`. Pure; used by `config`.
+"""An engine behind the router, as people write it: `http://10.0.0.7:8000,store=tcp://10.0.0.7:7400`. Pure.
 
-Owns the one reader of that text. What the router does with an instance is `router.pool`'s part.
+Owns the one reader of that text. `router.pool` decides what to do with an instance.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ BOOTSTRAP_PORT = 8998  # where vLLM's MooncakeConnector answers on a prefill ins
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """One vLLM server: where it answers, and the store its connector uses."""
 
-    url: str  # without a slash at its end
+    url: str  # without a trailing slash
     store: str  # address, as `connection.endpoint` reads it
     bootstrap: str  # URL of a Mooncake prefill instance's bootstrap server; other flavours do not use it
 
     @property
     def name(self) -> str:
-        """For people, headers and metrics: host, port and path."""
+        """Host, port and path: how people, headers and metrics name it."""
         return self.url.partition("://")[2]
 
     def __str__(self) -> str:
-        """As `parse_instance` reads it, with the store that was meant; without a bootstrap server where all have it."""
+        """The form that `parse_instance` reads. Names the bootstrap server only if it is not the usual one."""
         is_usual = self.bootstrap == _bootstrap_beside(_split_url(self.url))
         return f"{self.url},store={self.store}{'' if is_usual else f',bootstrap={self.bootstrap}'}"
 
 
 def parse_instance(text: str, *, default_store: str) -> Instance:
-    """Read `URL[,store=ADDRESS][,bootstrap=URL]`. Raises ValueError that says what is wrong."""
+    """Read `URL[,store=ADDRESS][,bootstrap=URL]`. Raises ValueError, which says what is wrong."""
     url, *options = text.split(",")
     parts = _split_url(url)
     given: dict[str, str] = {}
@@ -56,5 +56,5 @@ def _split_url(url: str) -> SplitResult:
         raise ValueError(f"{url!r} is not http://HOST:PORT")
     if parts.username or parts.query or parts.fragment:
         raise ValueError(f"{url!r} has more than scheme, host, port and path")
-    parts.port  # noqa: B018 - raises ValueError for a port that is none
+    parts.port  # noqa: B018 - raises ValueError if the port is not a number
     return parts

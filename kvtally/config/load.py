@@ -30,7 +30,7 @@ LONGEST_SOCKET_PATH_BYTES = 107  # sockaddr_un holds 108, with the closing zero
 DEFAULT_FILE = "kvtally.yaml"
 FILE_VARIABLE = "KVTALLY_CONFIG"
 EXTRA = "kv_connector_extra_config"
-CURRENT = Path()  # the current directory, asked for only where a path is relative: it may be gone
+CURRENT = Path()  # the current directory; it may be gone, so it is resolved only for relative paths
 
 Flags = Mapping[str, str | bool | None]  # by key (`store.memory`); None: not given
 
@@ -112,10 +112,10 @@ def load(
     place: str = "",
     is_for_here: bool = True,
 ) -> Settings:
-    """Collect what file, environment, an engine's `kv_connector_extra_config` (`extra`) and flags give.
+    """Collect settings from the file, the environment, an engine's `kv_connector_extra_config` (`extra`) and flags.
 
-    `place` is where `extra` and `flags` really stand. Unless the settings are for here, nobody asks what this machine
-    has: memory, room on disk, files.
+    `place` is where `extra` and `flags` were really written. Settings that are not for this machine (`is_for_here`) are
+    not checked against its memory, disk and files.
     """
     environ = os.environ if environ is None else environ
     given: dict[str, Given] = {}
@@ -136,9 +136,9 @@ def load(
 
 
 class Settings:
-    """What was given, by key, and what follows from it.
+    """Settings as they were given, by key, and the configs made from them.
 
-    A value is read only when it is asked for: `kvtally stat` finds its socket where the rest would not work.
+    A value is read only when somebody asks for it: `kvtally stat` finds its socket even if other settings are wrong.
     """
 
     def __init__(
@@ -332,13 +332,13 @@ def _from_file(path: Path) -> dict[str, Given]:
             key = f"{section}.{name}"
             if key not in SETTINGS:
                 raise unknown(f"setting {name!r} in section {section} of {path}", name, _names(section))
-            if raw is not None:  # `disk:` with nothing behind it says nothing
+            if raw is not None:  # `disk:` without a value means nothing
                 given[key] = Given(SETTINGS[key], raw, Origin.FILE, str(path), path.parent)
     return given
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
-    """Variables with a double underscore only: an orchestrator may set others (KVTALLY_PORT for a service so named)."""
+    """Only variables with a double underscore: an orchestrator may set others (KVTALLY_PORT for a service named so)."""
     by_variable = {setting.variable: setting for setting in SETTINGS.values()}
     given: dict[str, Given] = {}
     for variable, raw in environ.items():
@@ -383,4 +383,6 @@ def _default_socket(environ: Mapping[str, str]) -> str:
     try:
         return str(runtime_directory(environ) / "store.sock")
     except OSError as error:
-        raise unusable(f"a socket has no place by default: {error.strerror}", "Name one: --socket PATH.") from error
+        raise unusable(
+            f"there is no default place for a socket: {error.strerror}", "Name one: --socket PATH."
+        ) from error

@@ -109,7 +109,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
         return str(self.default) or "none"
 
     def read(self, given: Given, *, is_for_here: bool) -> Any:
-        """The value. Raises ConfigError. Unless it `is_for_here`, nobody looks for files on this machine."""
+        """Read the value. Raises ConfigError. Files are looked for on this machine only if it `is_for_here`."""
         raise NotImplementedError
 
 
@@ -119,7 +119,7 @@ class Text(Kind, frozen=True, kw_only=True):
 
 
 class Header(Text, frozen=True, kw_only=True):
-    """A header's name. Nothing else would ever match, and tenants would share what they must not."""
+    """A header's name. Any other text would match no header, and all tenants would share one cache."""
 
     metavar: str = "NAME"
 

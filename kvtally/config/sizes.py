@@ -1,4 +1,4 @@
-"""How much this machine, or the container we run in, has: memory, and room on disk. Reads the system, changes nothing.
+"""How much memory and disk space this machine has, or the container we run in. Reads the system, changes nothing.
 
 Neighbours: `load` (defaults and limits of sizes), `store.arena`, the benches.
 """
@@ -18,14 +18,14 @@ def available_memory_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sy
 
 
 def _cgroup_limits(membership: Path, root: Path) -> Iterator[int]:
-    """Memory limits of every control group from the process's own up to the root, both versions."""
+    """The memory limit of every control group from this process's own up to the root, in either version."""
     for line in _read(membership).splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         base, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
         inside = Path(group.lstrip("/"))
-        # In a container the path may be the host's: then only the root, which is the container's own group, exists.
+        # In a container this may be a path on the host. Then only the root exists here: the container's own group.
         for directory in (inside, *inside.parents):
             limit = _read(base / directory / name).strip()
             if limit.isdigit():  # "max": no limit
@@ -40,13 +40,13 @@ def _read(path: Path) -> str:
 
 
 def disk_total_bytes(directory: Path) -> int:
-    """Size of the file system that holds, or would hold, this directory. Raises OSError."""
+    """The size of the file system that holds this directory, or would hold it. Raises OSError."""
     system = os.statvfs(_existing(directory))
     return system.f_blocks * system.f_frsize
 
 
 def disk_usable_bytes(directory: Path) -> int:
-    """What is free there, and what the directory holds already: so a restart finds the same room. Raises OSError."""
+    """The free space, plus what the directory already holds, so a restart finds the same room. Raises OSError."""
     existing = _existing(directory)
     system = os.statvfs(existing)
     held_bytes = sum(_allocated_bytes(directory)) if existing == directory else 0
@@ -60,5 +60,5 @@ def _existing(directory: Path) -> Path:
 def _allocated_bytes(directory: Path) -> Iterator[int]:
     for parent, _, names in os.walk(directory):
         for name in names:
-            with suppress(FileNotFoundError):  # a store that runs there replaces files
+            with suppress(FileNotFoundError):  # a running store replaces files
                 yield os.lstat(os.path.join(parent, name)).st_blocks * 512

@@ -41,7 +41,7 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting(
             name="disk",
-            description="Directory of the disk tier; what it holds survives a restart.",
+            description="Directory of the disk tier. Its content survives a restart.",
             kind=PathOf(metavar="DIR"),
             default="no disk tier",
             example="/var/lib/kvtally",
@@ -49,7 +49,7 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             name="disk_size",
             field="disk_bytes",
-            description="Most bytes the disk tier may take.",
+            description="Largest size of the disk tier.",
             kind=Size(),
             default="10 times the memory, at most 80 % of the free space",
             example="200GiB",
@@ -57,21 +57,22 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             name="disk_read_limit",
             field="disk_read_bytes_s",
-            description="Most bytes that the disk tier reads in a second, for a disk that others need too.",
+            description="Most bytes per second that the disk tier reads, for a disk that is shared with others.",
             kind=Size(least_bytes=64 * KIB),
             default="no limit",
             example="500MB",
         ),
         Setting(
             name="verify_reads",
-            description="Have engines check every object's checksum after copying it out of the arena. "
-            "Bytes that come up from a lower tier are always checked.",
+            description="Engines check every object's checksum after copying it out of the arena. Bytes from a lower "
+            "tier are always checked.",
             kind=Switch(default=True),
             example="true",
         ),
         Setting(
             name="tcp",
-            description="Also listen on this address, for tools and routers elsewhere (no KV bytes); needs a token.",
+            description="Also listen on this address, for tools and routers on other machines (no KV bytes). Needs a "
+            "token.",
             kind=Address(),
             default="no TCP",
             example="10.0.0.5:7400",
@@ -79,14 +80,14 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             name="token_file",
             field="token",
-            description=f"File whose content is the secret that TCP peers and changing admin calls prove to know "
+            description="File with the secret that TCP peers, and admin calls that change something, must know "
             f"({SHORTEST_TOKEN} characters or more).",
             kind=PathOf(must_be_readable=True),
             example="/etc/kvtally/token",
         ),
         Setting(
             name="token",
-            description="The secret itself; prefer token_file, which keeps it out of listings and backups.",
+            description="The secret itself. Prefer token_file, which keeps it out of listings and backups.",
             kind=Text(),
             example='"..."',
             is_secret=True,
@@ -116,7 +117,7 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             section="connector",
             name="store",
-            description="The store an engine uses: its unix socket.",
+            description="Unix socket of the store that the engine uses.",
             kind=SocketPath(),
             default="store.socket",
             example="/run/kvtally/store.sock",
@@ -125,7 +126,7 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             section="connector",
             name="autostart",
-            description="Start a store where none answers. It outlives the engine.",
+            description="Start a store if none answers. It outlives the engine.",
             kind=Switch(default=True),
             example="false",
             has_flag=False,
@@ -133,9 +134,9 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             section="connector",
             name="wait_ms",
-            description="Longest time a request waits for its lookup and staging, once the scheduler has come to it, "
-            "before it is computed; also how long a save or load waits for the store's answer, if that is longer than "
-            "2 s.",
+            description="Longest time, in milliseconds, that a request waits for lookup and staging once the "
+            "scheduler has reached it; after that it is computed. If longer than 2 s, also how long a save or load "
+            "waits for the store.",
             kind=Number(default=2_000, most=600_000),
             example="500",
             has_flag=False,
@@ -143,8 +144,8 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             section="connector",
             name="prefetch",
-            description="Look a request up, and stage what is found, when it arrives; off: when the scheduler comes to "
-            "it.",
+            description="Look up a request, and stage what is found, when it arrives. Off: when the scheduler "
+            "reaches it.",
             kind=Switch(default=True),
             example="off",
             has_flag=False,
@@ -152,7 +153,7 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             section="connector",
             name="always_load",
-            description="Load what is found even where computing it is estimated to be faster.",
+            description="Load what is found even if computing it would probably be faster.",
             kind=Switch(default=False),
             example="true",
             has_flag=False,
@@ -160,8 +161,8 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             section="connector",
             name="on_unsupported",
-            description="What to do in an engine that cannot be served correctly: refuse (stop its start) or serve "
-            "(run it without reuse).",
+            description="What to do if the engine cannot be served correctly: refuse (it does not start) or serve "
+            "(it runs without reuse).",
             kind=Choice(default="refuse", among=("refuse", "serve")),
             example="serve",
             has_flag=False,
@@ -169,7 +170,7 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             section="connector",
             name="allow_untested",
-            description="Run in a vLLM version that was not tested.",
+            description="Run with a vLLM version that was not tested.",
             kind=Switch(default=False),
             example="true",
             has_flag=False,
@@ -177,7 +178,7 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             section="connector",
             name="model_identity",
-            description="Name of the weights, where they cannot be identified by commit or content.",
+            description="Name of the weights, if neither commit nor content identifies them.",
             kind=Text(),
             default="the commit, or a digest of the weight files",
             example="my-model-v3",
@@ -188,8 +189,8 @@ SETTINGS: dict[str, Setting] = {
             name="on_reset",
             description="What an engine does when vLLM resets its caches (sleep, pause, reset_prefix_cache with "
             "reset_connector) because its weights may change: part (share nothing with others until its next start), "
-            "keep (its weights never change: forget nothing) or forget (empty its namespace for all engines: they all "
-            "get the same new weights).",
+            "keep (its weights never change: forget nothing) or forget (empty its namespace for all engines: they "
+            "all get the same new weights).",
             kind=Choice(default="part", among=("part", "keep", "forget")),
             example="keep",
             has_flag=False,
@@ -204,8 +205,9 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             section="router",
             name="prefill",
-            description="Prefill instances: `URL[,store=ADDRESS]`, a list in the file, repeated flags, separated by "
-            "spaces in the environment. The address of an instance's store is a unix socket or tcp://host:port.",
+            description="Prefill instances, each `URL[,store=ADDRESS]`: a list in the file, a repeated flag, "
+            "separated by spaces in the environment. The address of an instance's store is a unix socket or "
+            "tcp://host:port.",
             kind=Instances(),
             default="none: decode instances compute prompts themselves",
             example="http://10.0.0.7:8000,store=tcp://10.0.0.7:7400",
@@ -213,7 +215,7 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             section="router",
             name="decode",
-            description="Decode instances, or, without prefill, all instances; written like those of prefill.",
+            description="Decode instances, written like prefill instances. Without prefill: all instances.",
             kind=Instances(),
             default="none; one is needed",
             example="http://10.0.0.8:8000,store=tcp://10.0.0.8:7400",
@@ -229,8 +231,8 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             section="router",
             name="strict",
-            description="Answer 502 where reuse was promised and is not proved, and 400 to clients that set what only "
-            "the router may set.",
+            description="Answer 502 if reuse was promised but not proved, and 400 if a client sets something that "
+            "only the router may set.",
             kind=Switch(default=False),
             example="true",
         ),
@@ -238,8 +240,8 @@ SETTINGS: dict[str, Setting] = {
             section="router",
             name="prefill_from",
             field="prefill_from_tokens",
-            description="Skip prefill where decode has fewer tokens than this to compute (estimated as a quarter of "
-            "the bytes); 0: never skip.",
+            description="Skip prefill if decode has fewer tokens than this to compute (estimated as a quarter of the "
+            "bytes). 0: never skip.",
             kind=Number(metavar="TOKENS", default=64, most=1 << 30),
             example="256",
         ),
@@ -247,7 +249,8 @@ SETTINGS: dict[str, Setting] = {
             section="router",
             name="receipt_wait",
             field="receipt_wait_ms",
-            description="Longest time, in milliseconds, that the first byte waits for decode's half of the receipt.",
+            description="Longest time, in milliseconds, that the first byte of a response waits for decode's half of "
+            "the receipt.",
             kind=Number(metavar="MS", default=1_000, most=60_000),
             example="250",
         ),
@@ -255,7 +258,7 @@ SETTINGS: dict[str, Setting] = {
             section="router",
             name="timeout",
             field="timeout_s",
-            description="Longest time, in seconds, to wait for an engine's next byte, or for a client to take one.",
+            description="Longest time, in seconds, to wait for an engine's next byte, or for a client to accept one.",
             kind=Number(metavar="SECONDS", default=300, least=1, most=86_400),
             example="60",
         ),
@@ -270,8 +273,8 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             section="router",
             name="tenant_header",
-            description="Header by which a trusted gateway names the tenant. Without it, or where it is absent, the "
-            "API key does.",
+            description="Header in which a trusted gateway names the tenant. If it is not set, or absent from a "
+            "request, the API key names the tenant.",
             kind=Header(),
             default="the API key",
             example="X-Tenant",
@@ -279,8 +282,8 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             section="router",
             name="salt_file",
-            description="File with the key that makes cache salts of tenants; made where there is none. Routers that "
-            "share instances need the same one.",
+            description="File with the key from which tenants' cache salts are made. Created if it does not exist. "
+            "Routers that share instances need the same one.",
             kind=PathOf(),
             default="$XDG_STATE_HOME/kvtally/salt, else ~/.local/state/kvtally/salt",
             example="/etc/kvtally/salt",
@@ -288,7 +291,7 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             section="router",
             name="store_ca",
-            description="Certificate authority (PEM) of stores reached over TCP; makes those connections use TLS.",
+            description="Certificate authority (PEM) of stores reached over TCP. Those connections then use TLS.",
             kind=PathOf(must_be_readable=True),
             default="no TLS",
             example="/etc/kvtally/ca.pem",

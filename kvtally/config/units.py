@@ -1,4 +1,4 @@
-"""How people write sizes and addresses, and how we write these, and others' words. Pure; used by `config` and `cli`."""
+"""Sizes and addresses as people write them, and text from peers made safe to print. Pure; used everywhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `8GiB` or `8G` (1024-based), `500 MB` (1000-based) or a plain number; ValueError for anything else."""
+    """Read `8GiB` or `8G` (1024-based), `500 MB` (1000-based) or a number of bytes. Raises ValueError for the rest."""
     match = _SIZE.fullmatch(text)
     factor = _UNITS.get(match[2].lower()) if match else None
     if match is None or factor is None:
@@ -34,7 +34,7 @@ def human_size(size_bytes: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Of what peers call themselves: no escape sequence of theirs may reach the terminal."""
+    """Text from a peer, with control characters replaced: no escape sequence may reach the terminal."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -44,7 +44,7 @@ class Address(NamedTuple):
 
 
 def split_address(text: str) -> Address:
-    """Host and port of `127.0.0.1:7400`, `name:7400` or `[::1]:7400`. Raises ValueError that says what is wrong."""
+    """Split `127.0.0.1:7400`, `name:7400` or `[::1]:7400`. Raises ValueError, which says what is wrong."""
     host, colon, port = text.rpartition(":")
     if not colon or not host:
         raise ValueError("it needs a host and a port")
@@ -58,7 +58,7 @@ def split_address(text: str) -> Address:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address on this host name is reachable from this machine only."""
+    """Whether only this machine can reach an address on this host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Files that people write: text, and YAML with what it leaves open decided. Used by `config` and `up.file`.
+"""Files that people write: text, and a strict YAML. Used by `config` and `up.file`.
 
 Whatever is wrong with a file is a `ConfigError` that names it and, where it can, the line.
 """
@@ -14,7 +14,7 @@ from kvtally.errors import ConfigError
 
 
 def read_text(path: Path, what: str) -> str:
-    """The content of a file, which is called `what` if it cannot be read. Raises ConfigError."""
+    """Read a text file. Raises ConfigError, which calls the file `what`."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -25,15 +25,15 @@ def read_text(path: Path, what: str) -> str:
 
 
 def read_yaml(path: Path, remedy: str) -> object:
-    """What stands in a YAML file: a tree, and an end to it. Raises ConfigError."""
+    """Read a YAML file into a finite tree. Raises ConfigError."""
     text = read_text(path, "the configuration file")
     try:
         loader = _Loader(text)
-        loader.deep_construct = True  # refuses an alias to what it stands in: a tree without end
+        loader.deep_construct = True  # refuses an alias to its own parent, which would be an endless tree
         tree: object = loader.get_single_data()
     except RecursionError as error:
         raise ConfigError(f"{path} is nested too deeply", remedy=remedy, code="KV-105") from error
-    # The others are what PyYAML lets through: of a date that does not exist, or of a value that its tag does not fit.
+    # PyYAML lets the others through: for a date that does not exist, or a value that does not fit its tag.
     except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
         place = " ".join(str(error).split())
         raise ConfigError(f"{path} is not YAML: {place}", remedy=remedy, code="KV-105") from error
@@ -41,10 +41,10 @@ def read_yaml(path: Path, remedy: str) -> object:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml is untyped
-    """Refuses what PyYAML takes, and nobody can have meant."""
+    """Refuses what PyYAML accepts but nobody can have meant."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        """A name that stands twice: the first, a whole section perhaps, would be forgotten."""
+        """Refuse a name that occurs twice: PyYAML would silently drop the first, perhaps a whole section."""
         names: set[str] = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if (name := str(key.value)) in names:
@@ -53,7 +53,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml is untyped
         return super().construct_mapping(node, deep)
 
     def construct_scalar(self, node: Any) -> Any:
-        """Escapes for what no path, argument or variable can hold: a zero, half a character."""
+        """Refuse characters that no path, argument or variable can hold: a zero, half a surrogate pair."""
         value = super().construct_scalar(node)
         if isinstance(value, str) and any(sign == "\0" or "\ud800" <= sign <= "\udfff" for sign in value):
             raise yaml.constructor.ConstructorError(None, None, "text that no system takes", node.start_mark)

@@ -2,5 +2,5 @@
 
     probes (what is asked; pure) ─▶ run (asks, by `http`, `reading`) ─▶ judge (what it proves; pure) ◀─ reasons (words)
 
-Never imports the router: it knows it as clients do.
+Never imports the router: it sees the router as a client does.
 """

@@ -1,6 +1,6 @@
 """Plain HTTP for `kvtally verify`: one request at a time, each with a deadline, never through a proxy.
 
-Whatever goes wrong on the way is a `TransportError`; an answer with a bad status is an answer. Blocking.
+A failure on the way is a `TransportError`. A response with an error status is a response. Blocking.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Response(NamedTuple):
 
 
 class Server:
-    """One base address, and the key its clients show."""
+    """A server's base address, and the API key to send."""
 
     def __init__(self, url: str, *, key: str = "", timeout_s: float) -> None:
         self.url = url.rstrip("/")
@@ -34,7 +34,7 @@ class Server:
         self._timeout_s = timeout_s
 
     def call(self, path: str, body: Mapping[str, object] | None = None) -> Response:
-        """GET, or POST of a body. Raises TransportError where no whole answer comes."""
+        """GET, or POST if there is a body. Raises TransportError if no complete response arrives."""
         content = msgspec.json.encode(body) if body is not None else None
         try:
             request = urllib.request.Request(self.url + path, content, self._headers)

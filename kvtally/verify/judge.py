@@ -1,8 +1,8 @@
 """What the observations prove. Pure: answers, receipts and counters in; an outcome, its words and remedies out.
 
 Three witnesses must agree: the answer (equal to that of an engine that reused nothing), the receipt (what the router
-says was reused) and the engine's own counters (what it says it computed). Reuse counts as real where none objects.
-Neighbours: `run` (what was observed), `reasons` (words for reasons), `cli.verify` (prints it).
+says was reused) and the engine's own counters (what it says it computed). Reuse is real if none of them objects.
+Neighbours: `run` (observes), `reasons` (words for reasons), `cli.verify` (prints the report).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvtally.core.routing import Skip
 from kvtally.verify.reasons import Explained, explain
 
 _LEFT_OUT = frozenset(Skip) - {Skip.HELD}
-MARGIN = 2.0  # times what the engine itself deviates by: other pieces, other rounding
-LOOSE = 1.0  # an engine that deviates from itself by more: nearly any answer would be taken for its own
+MARGIN = 2.0  # times the engine's own deviation: tokens computed in other pieces are rounded differently
+LOOSE = 1.0  # if an engine deviates from itself by more, nearly any answer would pass for its own
 
 
 class Outcome(StrEnum):
@@ -31,7 +31,7 @@ class Outcome(StrEnum):
 
 
 class Turn(StrEnum):
-    FIRST = "first"  # nobody has asked this before
+    FIRST = "first"  # a prompt that is new to everybody
     AGAIN = "again"
 
 
@@ -44,29 +44,29 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
 
     def part(self, first: int, count: int) -> Answer:
-        """So many of its tokens."""
+        """A slice of its tokens."""
         wanted = slice(first, first + count)
         return Answer(tokens=self.tokens[wanted], logprobs=self.logprobs[wanted], margins=self.margins[wanted])
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What the router says of one request: its headers, and the receipt's halves where they can be read."""
+    """What the router says about one request: its headers, and the receipt's halves if they can be read."""
 
     request: str
     verdict: str  # a Verdict
-    reason: str = ""  # why not more
-    prefill: str = ""  # the instance; empty where none took part
+    reason: str = ""  # why no more was reused
+    prefill: str = ""  # the instance; empty if none took part
     skipped: str = ""  # why none took part
     decode: str = ""
     reused_tokens: int = 0
     computed_tokens: int = 0
     promised_tokens: int | None = None
-    is_late: bool = False  # decode's half came after the headers had been sent
+    is_late: bool = False  # decode's half arrived after the headers were sent
     sources: dict[str, int] = {}  # tokens by where they came from
 
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine that decoded counted meanwhile, of this request alone."""
+    """What the decoding engine counted for this one request."""
 
     computed_tokens: int
     local_tokens: int  # from its own prefix cache
@@ -78,31 +78,31 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """One request through the router, and its witnesses."""
+    """One request through the router, and what its witnesses say."""
 
     case: str
     turn: Turn
     prompt_tokens: int
     is_streamed: bool = False
     comparison: Comparison = Comparison()
-    is_same_arithmetic: bool = False  # what was reused was computed as the reference was, and so was the rest
+    is_same_arithmetic: bool = False  # every token was computed exactly as in the reference
     told: Told | None = None  # None: no receipt at all
     counted: Counted | None = None
-    uncounted: str = ""  # why the engine's counters say nothing
-    failure: str = ""  # the request failed; nothing else is known then
-    failure_reason: str = ""  # of a strict router's refusal
+    uncounted: str = ""  # why the engine's counters cannot be used
+    failure: str = ""  # how the request failed; the rest is then unknown
+    failure_reason: str = ""  # why a strict router refused
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """What was tested, as far as it changes what must hold."""
+    """What about the deployment decides what must hold."""
 
     has_prefill: bool
     chunk_tokens: int
-    own_deviation: float = 0.0  # of the engine itself, between tokens computed at once and in pieces
+    own_deviation: float = 0.0  # how far the engine differs from itself, computing tokens at once or in pieces
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something to be said, of all the requests it was seen in."""
+    """A problem or a note, with all the requests that show it."""
 
     what: str
     remedy: str
@@ -114,15 +114,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome
     summary: str
     findings: list[Finding] = []
-    prompt_tokens: int = 0  # of requests in which reuse was to be expected
-    reused_tokens: int = 0  # of those
+    prompt_tokens: int = 0  # of requests that should reuse something
+    reused_tokens: int = 0  # of the same requests
     sources: dict[str, int] = {}
     observations: list[Observation] = []
     own_deviation: float = 0.0  # as in the setting
 
 
 def tolerance(own_deviation: float, *, is_same_arithmetic: bool) -> float:
-    """By how much logprobs may differ."""
+    """How far logprobs may differ."""
     return TOLERANCE if is_same_arithmetic else max(TOLERANCE, MARGIN * own_deviation)
 
 
@@ -132,13 +132,13 @@ def cannot_test(why: str, remedy: str) -> Report:
 
 
 def judge(observations: Sequence[Observation], setting: Setting) -> Report:
-    """The verdict on a run."""
+    """Judge a whole run."""
     if not observations:
         return cannot_test("no probe fits into the model's context", "Start the engines with a larger max_model_len.")
     if all(seen.told is None and not seen.failure for seen in observations):
         return cannot_test(
             "responses carry no receipt, so this is no kvtally router",
-            "Give the address of one: `kvtally route` prints it, `kvtally up` too.",
+            "Give a router's address: `kvtally route` and `kvtally up` print it.",
         )
     problems = _gather(observations, lambda seen: _problem(seen, setting), is_problem=True)
     notes = _gather(observations, lambda seen: _note(seen, setting), is_problem=False)
@@ -169,10 +169,10 @@ def judge(observations: Sequence[Observation], setting: Setting) -> Report:
 
 
 def _is_expected(seen: Observation, setting: Setting) -> bool:
-    """Whether this request ought to have reused something.
+    """Whether this request should have reused something.
 
-    With prefill: always, unless the router left it out for what the request is. Without: when the same prompt comes
-    again and is long enough for any model; a hybrid one keeps states at the ends of blocks only.
+    With prefill: always, unless the router skipped prefill for this kind of request. Without: if the prompt is repeated
+    and long enough for any model (a hybrid one keeps states only at the ends of blocks).
     """
     if seen.told is None:
         return False
@@ -182,12 +182,12 @@ def _is_expected(seen: Observation, setting: Setting) -> bool:
 
 
 def _problem(seen: Observation, setting: Setting) -> Explained | None:
-    """What this request proves to be wrong; the gravest first."""
+    """The worst problem that this request shows, if any."""
     if seen.failure:
         if seen.failure_reason:
             return explain(Verdict.RECOMPUTED, seen.failure_reason, refused=True)
         return Explained(
-            f"the request failed: {seen.failure}", "Look at the router's log, and at `/health` for who is down."
+            f"the request failed: {seen.failure}", "See the router's log, and `/health` for engines that are down."
         )
     if seen.comparison.problem:
         return Explained(
@@ -212,7 +212,7 @@ def _problem(seen: Observation, setting: Setting) -> Explained | None:
 
 
 def _contradiction(seen: Observation) -> Explained | None:
-    """The receipt against the engine's own counters."""
+    """Compare the receipt with the engine's own counters."""
     told, counted = seen.told, seen.counted
     if told is None or counted is None:
         return None
@@ -227,14 +227,14 @@ def _contradiction(seen: Observation) -> Explained | None:
 
 
 def _note(seen: Observation, setting: Setting) -> Explained | None:
-    """What is worth knowing and proves nothing."""
+    """Something worth knowing that proves nothing."""
     told = seen.told
     if told is None or seen.failure:
         return None
     if setting.has_prefill and told.skipped in _LEFT_OUT:
         return Explained(
             f"prefill took no part ({told.skipped}): decode computed the prompt itself",
-            "Short prompts are cheaper to compute than to move; router.prefill_from decides from where on.",
+            "Short prompts are cheaper to compute than to move; router.prefill_from sets the limit.",
         )
     if told.is_late:
         return Explained(
@@ -271,20 +271,20 @@ def _nothing_reused(setting: Setting) -> Finding:
 
 
 def _weakness(seen: Observation, setting: Setting) -> Explained | None:
-    """Why this answer is a weak witness, even if it is equal."""
+    """Why this answer proves little even if it is equal."""
     if seen.is_same_arithmetic or setting.own_deviation <= LOOSE:
         return None
     return Explained(
-        f"the engine's own logprobs differ by {setting.own_deviation:.2g} where tokens are computed at once and in "
-        "pieces: that answers agree says little then, receipts and counters are what is left",
-        "See whether this engine answers well without reuse; with --dtype float32 it should agree with itself.",
+        f"the engine's own logprobs differ by {setting.own_deviation:.2g} between tokens computed at once and in "
+        "pieces, so equal answers prove little; receipts and counters still count",
+        "Check that this engine answers well without reuse; with --dtype float32 it should agree with itself.",
     )
 
 
 def _gather(
     observations: Sequence[Observation], look: Callable[[Observation], Explained | None], *, is_problem: bool
 ) -> list[Finding]:
-    """What was found, each thing once, with the requests it was found in."""
+    """Each finding once, with the requests that show it."""
     found: dict[Explained, list[str]] = {}
     for seen in observations:
         if explained := look(seen):

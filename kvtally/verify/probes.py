@@ -1,7 +1,7 @@
-"""What `kvtally verify` asks: prompts of random words, as long as the places where reuse goes wrong.
+"""What `kvtally verify` asks: prompts of random words, with the lengths at which reuse goes wrong.
 
-Reuse breaks at boundaries: where a prompt ends just before, on or after a block or a chunk, where it is shorter than
-either, where it goes on from an earlier one. Pure: the dice are an argument.
+Reuse breaks at boundaries: a prompt that ends just before, at or after the end of a block or a chunk, one that is
+shorter than either, one that continues an earlier one. Pure: the dice are an argument.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import NamedTuple
 from kvtally.core.namespace import chunk_tokens
 
 SHORT_TOKENS = 30
-TURN_TOKENS = 40  # what a next turn adds
+TURN_TOKENS = 40  # that the next turn adds
 MAX_TOKENS = 12  # of each answer
 _SOUNDS = ("ba", "ke", "li", "mo", "nu", "ra", "si", "to", "vu", "za", "den", "fir", "gol", "hap", "jus", "wen")
 
 
 class Shape(NamedTuple):
-    """One prompt to be made."""
+    """The shape of one prompt."""
 
     name: str
     tokens: int
@@ -26,7 +26,7 @@ class Shape(NamedTuple):
 
 
 def shapes(block_tokens: int, limit_tokens: int) -> list[Shape]:
-    """The prompts for an engine with such blocks that takes at most so many tokens; each length once."""
+    """The prompts for an engine with this block size and context length; each length once."""
     chunk = chunk_tokens(block_tokens)
     wanted = [
         Shape("short", SHORT_TOKENS),
@@ -43,7 +43,7 @@ def shapes(block_tokens: int, limit_tokens: int) -> list[Shape]:
 
 
 def words(dice: random.Random, count: int) -> str:
-    """Text of no meaning that nobody has asked before. Each word is at least one token."""
+    """Random text that no cache has seen. Each word is at least one token."""
     return " ".join("".join(dice.choices(_SOUNDS, k=3)) for _ in range(count))
 
 

@@ -1,7 +1,7 @@
-"""Words for people: what each reason on a receipt means, and what to do about it. Pure.
+"""What each reason on a receipt means, in words for people, and what to do about it. Pure.
 
-Reasons come from the store (`wire.messages.MissReason`), the connector and the router. One that is not known here is
-shown as it is.
+Reasons come from the store (`wire.messages.MissReason`), the connector and the router. An unknown one is shown as it
+is.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _CONNECTOR = (
 REASONS: dict[str, Explained] = {
     MissReason.ABSENT: Explained(
         "the store does not hold the prompt: nobody saved it, or it was evicted",
-        "See `kvtally stat`: if `evicted` grows, give the store more memory or a disk; if nothing is committed, the "
-        "engine that should have saved it says why in its log.",
+        "See `kvtally stat`. If `evicted` grows, give the store more memory or a disk. If nothing is committed, the "
+        "log of the engine that should have saved it says why.",
     ),
     MissReason.STATE_ABSENT: Explained(
         "attention is there, but not the recurrent state or window at the prompt's boundary",
-        "See docs/vllm.md, `Recurrent models: where states are kept`; on a CPU give --block-size too.",
+        "See docs/vllm.md, `Recurrent models: where states are kept`; on a CPU, pass --block-size.",
     ),
     MissReason.PENDING: Explained(
         "the prompt was still being saved when decode's wait ended", "Raise connector.wait_ms, or find what is slow."
@@ -42,13 +42,13 @@ REASONS: dict[str, Explained] = {
     ),
     MissReason.CHECKSUM: Explained(
         "bytes in the store did not match their identity: noticed, quarantined and computed instead",
-        "Something damages memory or disk: see `quarantined` in `kvtally stat`, and test the hardware.",
+        "Something damages memory or disk. See `quarantined` in `kvtally stat`, and test the hardware.",
     ),
     MissReason.ARENA_FULL: Explained(
         "the store's memory is full of objects in use", "Give it more: `store: {memory: ...}`."
     ),
     MissReason.LEASE_EXPIRED: Explained(
-        "the engine took longer to load than its lease allowed", "The engine is overloaded: give it fewer requests."
+        "the engine took longer to load than its lease allowed", "The engine is overloaded. Send it fewer requests."
     ),
     MissReason.LIMIT: Explained(
         "a bound of the store, the engine or the router was reached", "Spread the load over more instances or stores."
@@ -57,11 +57,11 @@ REASONS: dict[str, Explained] = {
         "the store could not be reached", "Start it, and check that the engine, or the router, names its address."
     ),
     MissReason.DEADLINE: Explained(
-        "the store did not answer in time", "It is overloaded or stopped: look at its log and its CPU time."
+        "the store did not answer in time", "It is overloaded or stopped. Look at its log and its CPU time."
     ),
     MissReason.REFUSED: Explained(
         "the store refused the engine: another user, token or version",
-        "Run both as the same user and version; the engine's log has the store's own words.",
+        "Run both as the same user and version; the engine's log has the store's message.",
     ),
     MissReason.FOREIGN_STORE: Explained("prefill and decode use different stores", _SAME_STORE),
     MissReason.FOREIGN_NAMESPACE: Explained(
@@ -69,7 +69,7 @@ REASONS: dict[str, Explained] = {
         "Start both with the same model and arguments; each engine's log names its namespace.",
     ),
     MissReason.OTHER_TOKENS: Explained(
-        "prefill and decode made different tokens of the same text",
+        "prefill and decode tokenized the same text differently",
         "Give both the same tokenizer, chat template and truncation.",
     ),
     MissReason.NO_GAIN: Explained(
@@ -80,7 +80,7 @@ REASONS: dict[str, Explained] = {
         "loading it would have taken longer than computing it",
         "See the tier's speed in `kvtally stat --json`: a faster disk helps; `connector.always_load` loads anyway.",
     ),
-    # where an engine says nothing
+    # an engine that gives no reason
     "unknown": Explained("the engine gave no reason", _LOG),
     # the router's own
     "no_handoff": Explained("prefill answered without a hand-off: its engine runs without the connector", _CONNECTOR),
@@ -96,7 +96,7 @@ REASONS: dict[str, Explained] = {
         f"{_CONNECTOR} Give the router the store of each instance: --decode URL,store=ADDRESS.",
     ),
     "not_held": Explained(
-        "decode did not hold the prompt any more, though it had been proved to, a moment before",
+        "decode no longer held the prompt, although it had been proved to hold it",
         "Give decode more memory for its KV cache, and the store more memory or a disk.",
     ),
     "store_refused": Explained(
@@ -107,7 +107,7 @@ REASONS: dict[str, Explained] = {
 
 
 def explain(verdict: Verdict, reason: str, *, refused: bool = False) -> Explained:
-    """A sentence on a request that did not prove its reuse, and the remedy."""
+    """A sentence about a request that did not prove its reuse, and the remedy."""
     if reason.startswith("prefill_"):
         how = reason.removeprefix("prefill_").replace("_", " ")
         cause = Explained(f"prefill could not do its part ({how})", "See `/instances`, and the prefill engine's log.")

@@ -1,11 +1,10 @@
-"""Asks a router and its engines, and hands what was seen to `judge`.
+"""Sends requests to a router and its engines, and hands the observations to `judge`.
 
     for each probe:   engine, each time with another salt ─▶ the reference, and how far the engine itself deviates
                       router, twice                       ─▶ answer, receipt, and the decode engine's counters
 
-Owns the order of the requests. Nothing it asks for can be reused from anybody else: prompts
-are random, and a salt shuts the engines' and the store's caches for the reference. Blocking; every request has a
-deadline. Neighbours: `probes` (what to ask), `http`, `reading`, `judge`.
+Owns the order of the requests. Nothing it asks for is in any cache: prompts are random, and references use a salt of
+their own. Blocking; every request has a deadline. Neighbours: `probes` (what to ask), `http`, `reading`, `judge`.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ CACHE_CONFIG = "vllm:cache_config_info"
 
 
 class Probe(NamedTuple):
-    """A prompt, and what an engine answers that reuses nothing."""
+    """A prompt, and the answer of an engine that reuses nothing."""
 
     shape: Shape
     tokens: list[int]
     reference: Answer
-    own_deviation: float  # of that engine, between the same tokens computed in other pieces
-    is_whole: bool  # nobody has computed the beginning of it on its own
+    own_deviation: float  # of that engine, for the same tokens computed in other pieces
+    is_whole: bool  # no earlier prompt is a beginning of it
 
 
 def verify(
@@ -65,9 +64,9 @@ def verify(
     seed: int,
     seen: Callable[[Observation], None] = lambda observation: None,
 ) -> Report:
-    """Test a router. `direct` is the engine to compare with; without it, the first decode instance the router names.
+    """Test a router. `direct` is the engine to compare with; by default the first decode instance of the router.
 
-    `seen` is told each observation as it is made.
+    `seen` is called with each observation as it is made.
     """
     try:
         return _Run(router, direct, connect, random.Random(seed)).report(seen)
@@ -124,12 +123,12 @@ class _Run:
         return probes
 
     def _probe(self, shape: Shape, tokens: list[int], *, is_whole: bool = True) -> Probe:
-        """A prompt that ends with the token which the engine itself would have said next.
+        """Make a prompt whose last token is the one that the engine itself would have said next.
 
-        So its going on is what an engine answers that has computed all of the prompt but the last token: the very
-        arithmetic of a prompt that was handed over. Computed in other pieces the same tokens have slightly different
-        logprobs (other kernels, other rounding), and by how much is the engine's own affair: what it has said one by
-        one is computed at once, and compared.
+        The engine's continuation is then the reference: it has computed all of the prompt but the last token, then that
+        token, which is exactly the arithmetic of a prompt that was handed over. Computed in other pieces, the same
+        tokens have slightly different logprobs (other kernels, other rounding). To learn by how much, tokens that the
+        engine said one by one are computed at once and compared.
         """
         longer = self._ask(self._direct, tokens[:-1], 1 + 2 * MAX_TOKENS)
         prompt = [*tokens[:-1], longer.tokens[0]]
@@ -141,11 +140,11 @@ class _Run:
         return Probe(shape, prompt, reference, deviation, is_whole)
 
     def _is_computed_alike(self, probe: Probe) -> bool:
-        """Whether every engine, of prefill and decode, gives the reference: then a hand-off changes nothing at all."""
+        """Whether every prefill and decode engine gives the reference. Then a hand-off must change nothing at all."""
         for engine in (*self._prefills, *self._engines.values()):
             try:
                 answer = self._ask(engine, probe.tokens[:-1], 1 + MAX_TOKENS)
-            except TransportError:  # it can be reached from the router only
+            except TransportError:  # only the router can reach it
                 return False
             if compare(probe.reference, answer.part(1, MAX_TOKENS), TOLERANCE).problem:
                 return False
@@ -177,7 +176,7 @@ class _Run:
     # ---- observations: through the router
 
     def _observe(self, probe: Probe, turn: Turn, own_deviation: float, is_alike: bool, was_same: bool) -> Observation:
-        """`was_same`: what the same prompt can reuse now was computed as the reference was."""
+        """`was_same`: what this prompt can reuse was computed exactly as the reference."""
         before = self._count_all()
         body = self._body(probe.tokens, **({"stream": True} if probe.shape.is_streamed else {}))
         seen = Observation(
@@ -196,7 +195,7 @@ class _Run:
         counted, uncounted = self._counted(told, before, len(probe.tokens))
         told = self._completed(told) if told is not None else None
         is_same = False
-        # An engine that computes others' requests in the same batch rounds otherwise.
+        # In a batch with other requests an engine rounds differently; its counters tell that there was none.
         if told is not None and told.computed_tokens == 1 and counted is not None:
             is_same = was_same or (is_alike and probe.is_whole and told.verdict == Verdict.PROVED)
         allowed = tolerance(own_deviation, is_same_arithmetic=is_same)
@@ -210,7 +209,7 @@ class _Run:
         )
 
     def _completed(self, told: Told) -> Told:
-        """With what the headers do not say: what prefill promised, and a half that came too late for them."""
+        """Add what the headers do not say: what prefill promised, and a half that came too late for them."""
         deadline_s = time.monotonic() + RECEIPT_S
         while (response := self._router.call(f"/receipts/{told.request}")).status != 200:
             if time.monotonic() >= deadline_s:
@@ -234,7 +233,7 @@ class _Run:
         )
 
     def _counted(self, told: Told | None, before: dict[str, Counted], prompt_tokens: int) -> tuple[Counted | None, str]:
-        """What the engine that decoded counted for this request, or why that cannot be said."""
+        """What the decoding engine counted for this request, or why that is unknown."""
         if told is None or told.decode not in before:
             return None, "the engine that decoded cannot be reached from here"
         deadline_s = time.monotonic() + COUNTERS_S
@@ -254,7 +253,7 @@ class _Run:
         return {name: counted for name, counted in counts.items() if counted is not None}
 
     def _count(self, engine: Server) -> Counted | None:
-        """The engine's totals since it started; None where they cannot be read."""
+        """The engine's totals since it started; None if they cannot be read."""
         sums = dict.fromkeys(SOURCES, 0)
         try:
             for name, labels, value in samples(engine):
@@ -301,7 +300,7 @@ class _Loaded(msgspec.Struct):
 
 
 class _Kept(msgspec.Struct):
-    """What is read of /receipts/{id}: the halves."""
+    """The part of /receipts/{id} that is read: the halves."""
 
     verdict: str
     prefill: _Saved | None = None
@@ -317,7 +316,7 @@ def _delta(before: Counted, now: Counted) -> Counted:
 
 
 def _told(response: Response) -> Told | None:
-    """The router's headers; None where there are none."""
+    """Read the router's headers; None if there are none."""
     said = {name.removeprefix(PREFIX): value for name, value in response.headers.items() if name.startswith(PREFIX)}
     verdict, _, reason = said.get("verdict", "").partition(":")
     if verdict not in set(Verdict):
@@ -345,5 +344,5 @@ def _number(text: str) -> int:
 
 
 def _name(url: str) -> str:
-    """As the router's headers name an instance."""
+    """An instance's name, as the router's headers have it."""
     return url.partition("://")[2]
