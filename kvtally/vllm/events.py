@@ -1,9 +1,10 @@
-"""KV events for what was saved: vLLM's `BlockStored` with medium CPU, for routers that follow where prefixes lie.
+"""KV events for saves: vLLM's `BlockStored` with medium CPU, for routers that follow where prefixes lie.
 
-An event is prepared when a save begins, while the request with its block hashes is at hand, and let out when every rank
-has reported the whole save to be in the store; a save of which anything failed is not announced. Nothing announces the
-end: the store evicts without telling engines, and serves others than this one. So a consumer must take these events for
-"was there", and confirm by asking the store (`Lookup`) or by the hit itself. Runs in vLLM's scheduler thread.
+An event is prepared when a save begins, while the request and its block hashes are at hand. It is sent when every rank
+has reported the whole save to be in the store; a save that failed in any part is not announced. Nothing announces that
+objects are gone: the store evicts without telling engines, and serves other engines, too. So an event means "it was
+there once", and a consumer must confirm it by asking the store (`Lookup`) or by the hit itself. Runs in vLLM's
+scheduler thread.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ LOCAL = "LOCAL"  # the store is on the engine's node
 
 
 class SaveEvents:
-    """One engine's announcements. Jobs are the scheduler half's save jobs."""
+    """One engine's announcements. Jobs are named by their ids."""
 
     def __init__(self, layout: EngineLayout, cache: KVCacheConfig, *, world_size: int) -> None:
         self._layout = layout
         self._cache = cache
         self._world_size = world_size
         self._hash_tokens = cache.hash_block_size or layout.block_tokens
-        self._open: dict[int, tuple[list[BlockStored], int]] = {}  # job -> its events, ranks that must still have it
+        self._open: dict[int, tuple[list[BlockStored], int]] = {}  # job -> its events, and how many ranks are missing
         self._ready: list[BlockStored] = []
 
     def begin(self, job: int, request: Request, items: Sequence[SaveItem]) -> None:
@@ -47,7 +48,7 @@ class SaveEvents:
         self._open[job] = (events, self._world_size)
 
     def stored(self, job: int, ranks: int) -> None:
-        """So many more ranks have everything of this job in the store."""
+        """This many more ranks have the whole job in the store."""
         if job not in self._open:
             return
         events, missing = self._open.pop(job)
@@ -57,7 +58,7 @@ class SaveEvents:
             self._ready += events
 
     def ended(self, job: int) -> None:
-        """Every rank is done with this job: if any of them failed, it is not announced."""
+        """Every rank is done with this job. If any of them failed, it is not announced."""
         self._open.pop(job, None)
 
     def take(self) -> list[BlockStored]:
@@ -65,7 +66,7 @@ class SaveEvents:
         return ready
 
     def _event(self, request: Request, item: SaveItem) -> BlockStored | None:
-        """The whole blocks of one object; a block that is only begun has no hash and is not announced."""
+        """The whole blocks of one object. A block that is only begun has no hash, and is not announced."""
         spec = self._layout.groups[item.group]
         size = spec.block_tokens
         hashes = resolve_block_hashes(request.block_hashes, self._hash_tokens, size)

@@ -1,9 +1,9 @@
-"""Where vLLM keeps recurrent states, and what to tell a user whose prompts only share a beginning. Imports no vLLM.
+"""Where vLLM keeps recurrent states, and advice for users whose prompts only share a beginning. Imports no vLLM.
 
-A state exists only where a prefill step ends; of those vLLM keeps, and offers to a connector, what its retention
-interval says. By default (0) that is the last boundary of each prompt: an exact repeat and the next turn of a
-conversation hit, another question after the same system prompt does not. The second such question makes vLLM keep a
-state there (`Loads._ask_for_state`), so the third one hits.
+A state exists only where a prefill step ends. vLLM keeps some of these states, and offers them to a connector; its
+retention interval says which. By default (0) it keeps the last one of each prompt. An exact repeat and the next turn of
+a conversation then hit, but another question after the same system prompt does not. The second such question makes
+vLLM keep a state where they part (`Loads._ask_for_state`), so the third one hits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvtally.core.namespace import GroupKind, Namespace
 
 
 def advice(namespace: Namespace, *, block_tokens: int, interval_tokens: int | None, step_tokens: int) -> str | None:
-    """One line for the log where, with this retention interval, shared beginnings are not reused."""
+    """A line for the log if this retention interval keeps shared beginnings from being reused."""
     state_bytes = sum(spec.block_bytes() for spec in namespace.groups if spec.kind is GroupKind.RECURRENT)
     if not state_bytes or interval_tokens != 0:
         return None

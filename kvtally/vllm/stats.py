@@ -1,6 +1,6 @@
-"""The connector's counts in the forms vLLM wants: records it carries between processes, its log line, Prometheus.
+"""The connector's counters in the forms that vLLM wants: records between processes, a line in its log, Prometheus.
 
-What is counted, and under which names, is `counters`'s; a metric added to its table appears here by itself.
+`counters` has the table of what is counted. A metric that is added there appears here by itself.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class ConnectorStats(KVConnectorStats):
 
 
 def stats_of(counters: Counters) -> ConnectorStats | None:
-    """What vLLM is to carry away; None where nothing happened, which costs it nothing."""
+    """The record that vLLM carries away; None, which costs nothing, if nothing happened."""
     return None if counters.is_empty else ConnectorStats({"counts": counters.counts, "seconds": counters.seconds})
 
 
 def results_counters(results: Results) -> Counters:
-    """One worker's news of one step."""
+    """The counters of one worker's step."""
     counters = Counters()
     counters.count(BYTES, "load", sum(report.moved_bytes for report in results.loads.values()))
     counters.count(BYTES, "save", results.saved_bytes)
