@@ -99,7 +99,7 @@ CODES: dict[str, str] = {
     "KV-209": "the engine's model or settings cannot be served correctly",
     "KV-300": "a limit was reached",
     "KV-301": "too many clients",
-    "KV-302": "this client holds too many leases, open puts or waiting lookups",
+    "KV-302": "this client holds too many leases, open puts, waiting lookups or resets",
     "KV-400": "the bytes do not match their identity",
     "KV-401": "checksum mismatch",
     "KV-402": "the object is shorter than its record says",

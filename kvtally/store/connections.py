@@ -19,7 +19,6 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
 from typing import cast
 
 from kvtally.errors import CapacityError, IncompatibleError, KVTallyError, TransportError
@@ -29,7 +28,7 @@ from kvtally.store.resets import ResetEnd
 from kvtally.store.store import Health, Store
 from kvtally.wire.auth import proof
 from kvtally.wire.frames import encode, request_reader
-from kvtally.wire.limits import SECOND_NS, Limits
+from kvtally.wire.limits import MIB, SECOND_NS, Limits
 from kvtally.wire.messages import Hello, Refused, Reply, Request, Stats, StatsGet, Welcome
 
 logger = logging.getLogger("kvtally.store")
@@ -37,7 +36,11 @@ logger = logging.getLogger("kvtally.store")
 HELLO_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 1.0  # for a refused peer to read why
 UNGREETED_LIMIT = 64  # connections of one transport that have not said hello: strangers must not crowd out clients
-REQUESTS_PER_TURN = 16  # of one connection, before others have their turn
+# What one connection may have done before others have their turn; a single request may take longer.
+REQUESTS_PER_TURN = 16
+TURN_NS = 2_000_000
+UNREAD_TIMEOUT_S = 20.0  # for a peer that has left replies unread, until it is cut off
+STRANGERS_FRAME_BYTES = 1 * MIB  # a Hello with the largest namespace has a fraction of this
 _TIMER_SLACK_S = 0.001  # loops round timers to milliseconds; one that fires early would only have to be set again
 
 
@@ -47,7 +50,7 @@ class Hub:
     def __init__(self, store: Store, mover: Mover, arena: Arena, limits: Limits, *, token: str = "") -> None:
         self.store = store
         self.limits = limits
-        self.ungreeted: set[Connection] = set()  # no valid Hello yet
+        self.ungreeted: dict[Connection, None] = {}  # strangers, without a valid Hello yet, in the order of arrival
         self.ended: Counter[str] = Counter()  # connections that the store ended, by error code
         self.arena = arena
         self._mover = mover
@@ -59,22 +62,21 @@ class Hub:
 
     # ---- what happens
 
-    def received(self, connection: Connection, requests: Sequence[Request]) -> None:
+    def received(self, connection: Connection, request: Request) -> None:
         now_ns = time.monotonic_ns()
-        for request in requests:
-            if connection.session is None:
-                self._admit(connection, request, now_ns)
-            if connection.is_ended or connection.session is None:
-                break
-            if isinstance(request, StatsGet):
-                connection.send(encode(Stats(request.id, self.stats())))
-            else:
-                self.store.handle(connection.session, request, now_ns)
-            self.flush()  # after each: whoever asked for little does not wait for what was asked next
+        if connection.session is None:
+            self._admit(connection, request, now_ns)
+        if connection.is_ended or connection.session is None:
+            return
+        if isinstance(request, StatsGet):
+            connection.send(encode(Stats(request.id, self.stats())))
+        else:
+            self.store.handle(connection.session, request, now_ns)
+        self.flush()
 
     def lost(self, connection: Connection) -> None:
         """The socket is closed. What the client might still be writing to waits for its liveness pipe."""
-        self.ungreeted.discard(connection)
+        self.ungreeted.pop(connection, None)
         if connection.session is None:
             return
         del self._connections[connection.session]
@@ -121,14 +123,13 @@ class Hub:
         return {**self.store.stats(time.monotonic_ns()), "server": server}
 
     def expect_hello(self, connection: Connection) -> None:
-        """Take a new connection in. Raises CapacityError KV-301 while too many strangers came the same way."""
-        if sum(bool(stranger.nonce) is bool(connection.nonce) for stranger in self.ungreeted) >= UNGREETED_LIMIT:
-            raise CapacityError(
-                f"{UNGREETED_LIMIT} connections that have not said hello are the most this store takes",
-                remedy="Try again in a moment.",
-                code="KV-301",
-            )
-        self.ungreeted.add(connection)
+        """Take a new connection in. Of too many strangers that came the same way, the one that came first makes way: it
+        had the time to say hello."""
+        strangers = [stranger for stranger in self.ungreeted if bool(stranger.nonce) is bool(connection.nonce)]
+        self.ungreeted[connection] = None
+        if len(strangers) >= UNGREETED_LIMIT:
+            del self.ungreeted[strangers[0]]
+            strangers[0].give_way()
 
     async def close(self) -> None:
         """End every connection now."""
@@ -191,8 +192,9 @@ class Hub:
         except CapacityError as error:
             connection.refuse(error)
             return
-        self.ungreeted.discard(connection)
+        self.ungreeted.pop(connection, None)
         self._connections[connection.session] = connection
+        connection.admitted()
 
 
 class Connection(asyncio.Protocol):
@@ -205,10 +207,13 @@ class Connection(asyncio.Protocol):
         self.has_arena = has_arena  # may have the arena mapped: came over the unix socket and holds its liveness pipe
         self.nonce = nonce  # to be answered with the token's proof; empty where the kernel vouched for the user
         self.is_ended = False
-        self._has_more = False  # requests were received that wait for the next turn
+        self._has_more = False  # requests may be here that wait for the next turn; nothing is read until it is over
+        self._is_next = False  # the next turn is lined up
+        self._unread: asyncio.TimerHandle | None = None  # set while the peer leaves replies unread: until when it may
         self._hub = hub
         self._hello_timeout_s = hello_timeout_s
-        self._reader = request_reader(hub.limits.frame_bytes)
+        self.handover: asyncio.Task[None] | None = None  # in which the loop gets the socket, and TLS is agreed on
+        self._reader = request_reader(min(STRANGERS_FRAME_BYTES, hub.limits.frame_bytes))
         self._transport: asyncio.Transport
         self._deadline: asyncio.TimerHandle | None = None
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -227,34 +232,82 @@ class Connection(asyncio.Protocol):
             self._take_turn()
 
     def _take_turn(self) -> None:
-        """Carry out some of the requests that are here. Where there are more, other connections have their turn first,
-        and nothing is read meanwhile."""
-        if self.is_ended:
-            return
-        try:
-            requests = self._reader.take(REQUESTS_PER_TURN)
-        except TransportError as error:
-            self.refuse(error)
-            return
-        if requests:
-            self._hub.received(self, requests)
+        """Carry out requests that are here, as many as one turn allows. Where there may be more, other connections have
+        their turn first, and nothing is read meanwhile. Nor is anything done for a peer that does not read."""
+        self._is_next = False
+        ends_ns = time.monotonic_ns() + TURN_NS
+        for _ in range(REQUESTS_PER_TURN):
+            if self.is_ended:
+                return
+            if self._unread is not None:
+                break
+            try:
+                requests = self._reader.take(1)
+            except TransportError as error:
+                self.refuse(error)
+                return
+            if not requests:
+                if self._has_more:
+                    self._has_more = False
+                    self._transport.resume_reading()
+                return
+            self._hub.received(self, requests[0])
+            if time.monotonic_ns() >= ends_ns:
+                break
         if self._transport.is_closing():
             return
-        if len(requests) == REQUESTS_PER_TURN:
-            if not self._has_more:
-                self._has_more = True
-                self._transport.pause_reading()
+        if not self._has_more:
+            self._has_more = True
+            self._transport.pause_reading()
+        if self._unread is None:
+            self._line_up()
+
+    def _line_up(self) -> None:
+        if not self._is_next:
+            self._is_next = True
             asyncio.get_running_loop().call_soon(self._take_turn)
-        elif self._has_more:
-            self._has_more = False
-            self._transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        """The peer leaves replies unread."""
+        self._unread = asyncio.get_running_loop().call_later(UNREAD_TIMEOUT_S, self._cut_off)
+
+    def resume_writing(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+        if self._has_more:
+            self._line_up()
+
+    def _cut_off(self) -> None:
+        logger.warning("session %s does not read its replies and was cut off [KV-300]", self.session)
+        self._hub.ended["KV-300"] += 1
+        self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_ended = True
-        if self._deadline is not None:
-            self._deadline.cancel()
+        for timer in (self._deadline, self._unread):
+            if timer is not None:
+                timer.cancel()
         self._hub.lost(self)
         self.closed.set_result(None)
+
+    def admitted(self) -> None:
+        """The store knows of it: from now on the limits of a client count."""
+        self._reader.limit_bytes = self._hub.limits.frame_bytes
+
+    def give_way(self) -> None:
+        """It has not said hello, and others want to."""
+        error = CapacityError(
+            f"{UNGREETED_LIMIT} connections that have not said hello are the most this store takes",
+            remedy="Say hello at once after the greeting; connect again.",
+            code="KV-301",
+        )
+        if self.handover is not None and not self.handover.done():
+            self._hub.ended[error.code] += 1
+            self.is_ended = True
+            self.handover.cancel()
+        else:
+            self.refuse(error)
 
     def welcome(self) -> None:
         """The store accepted the Hello."""
@@ -267,9 +320,7 @@ class Connection(asyncio.Protocol):
             return
         self._transport.write(frames)
         if self._transport.get_write_buffer_size() > self._hub.limits.unsent_bytes_per_client:
-            logger.warning("session %s does not read its replies and was cut off [KV-300]", self.session)
-            self._hub.ended["KV-300"] += 1
-            self.abort()
+            self._cut_off()
 
     def refuse(self, error: KVTallyError) -> None:
         """Say why, then close."""

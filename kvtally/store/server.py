@@ -66,7 +66,7 @@ logger = logging.getLogger("kvtally.store")
 DRAIN_TIMEOUT_S = 5.0  # for objects on their way to lower tiers, when the store is told to stop
 _MOVER_STOP_TIMEOUT_S = 1.0
 _ACCEPT_PAUSE_S = 1.0  # after the process ran out of descriptors
-_ACCEPTS_PER_WAKE = 64
+_ACCEPTS_PER_WAKE = 16
 _DESCRIPTORS = 16_384
 
 
@@ -291,7 +291,7 @@ class Front(ABC):
 
     def _hand_over(self, peer: socket.socket, connection: Connection) -> None:
         """Let the loop have the socket."""
-        task = self._loop.create_task(self._take_over(peer, connection))
+        task = connection.handover = self._loop.create_task(self._take_over(peer, connection))
         self._tasks.add(task)
         task.add_done_callback(partial(self._taken_over, peer, connection))
 
@@ -306,12 +306,12 @@ class Front(ABC):
 
     def _taken_over(self, peer: socket.socket, connection: Connection, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if task.cancelled():  # the store stops: in the middle of it, or before it had begun
+        if task.cancelled():  # the store stops, or it made way: in the middle of it, or before it had begun
             self._let_go(peer, connection)
 
     def _let_go(self, peer: socket.socket, connection: Connection) -> None:
         """The loop never got the socket."""
-        self._hub.ungreeted.discard(connection)
+        self._hub.ungreeted.pop(connection, None)
         peer.close()
 
 
@@ -361,7 +361,7 @@ class UnixFront(Front):
         try:
             pipe = send_greeting(peer, encode(self._hub.store.greeting()), self._hub.arena.fd)
         except OSError:
-            self._hub.ungreeted.discard(connection)
+            self._hub.ungreeted.pop(connection, None)
             raise
         self._pipes[pipe] = connection
         self._loop.add_reader(pipe, self._pipe_readable, pipe)

@@ -36,7 +36,7 @@ class FrameReader(Generic[T]):
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[T], limit_bytes: int) -> None:
         self._decoder = decoder
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._buffer = bytearray()
         self._start = 0  # of what was not taken yet
 
@@ -55,9 +55,9 @@ class FrameReader(Generic[T]):
         messages: list[T] = []
         while len(messages) < most and len(buffer) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(buffer, start)
-            if length > self._limit_bytes:
+            if length > self.limit_bytes:
                 raise TransportError(
-                    f"a frame of {length} bytes is over the limit of {self._limit_bytes}",
+                    f"a frame of {length} bytes is over the limit of {self.limit_bytes}",
                     remedy="Send fewer objects or boundaries in one message.",
                     code="KV-503",
                 )

@@ -11,6 +11,7 @@ Chain values travel as one byte string of 32 bytes each. Bulk bytes never travel
 from __future__ import annotations
 
 from enum import IntEnum, StrEnum
+from typing import Annotated
 
 import msgspec
 
@@ -18,6 +19,13 @@ from kvtally.core.receipts import Half, Receipt
 from kvtally.wire.limits import Limits
 
 PROTOCOL_VERSION = 1
+
+# Lists that a client sends are bounded before they are built: a frame could hold millions of numbers, and reading them
+# would take the store a second. What a store may be asked for is in `Limits`, and less.
+Boundaries = Annotated[list[int], msgspec.Meta(max_length=1 << 17)]  # more chain values do not fit into a frame
+PerGroup = Annotated[list[int], msgspec.Meta(max_length=1 << 10)]
+Ids = Annotated[list[int], msgspec.Meta(max_length=1 << 14)]
+MOST_ITEMS = msgspec.Meta(max_length=1 << 14)
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=False):
@@ -99,10 +107,10 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
     id: int
     chains: bytes  # chain values at `ends`, 32 bytes each
-    ends: list[int]  # boundaries in tokens, ascending; each continues the one before
+    ends: Boundaries  # in tokens, ascending; each continues the one before
     limit_tokens: int  # the hit may not be longer (tokens - 1)
     alignment_tokens: int = 1
-    have: list[int] = []  # per group: tokens the engine holds already (see core.hits)
+    have: PerGroup = []  # tokens the engine holds already (see core.hits)
     wait_ms: int = 0  # wait so long for pending objects that would lengthen the hit
     hold: bool = False
     lease_ms: int = 0  # 0: the longest allowed
@@ -191,8 +199,8 @@ class Release(Message, frozen=True, tag="release"):
     """
 
     id: int
-    leases: list[int]
-    bad: list[tuple[int, int, int, int]] = []
+    leases: Ids
+    bad: Annotated[list[tuple[int, int, int, int]], MOST_ITEMS] = []
 
 
 class Done(Message, frozen=True, tag="done"):
@@ -223,7 +231,7 @@ class PutBegin(Message, frozen=True, tag="put_begin"):
     """Lease slots for objects about to be written. Identical concurrent puts get one writer."""
 
     id: int
-    objects: list[PutObject]
+    objects: Annotated[list[PutObject], MOST_ITEMS]
 
 
 class PutSlot(Message, frozen=True, tag="put_slot"):
@@ -243,8 +251,8 @@ class PutEnd(Message, frozen=True, tag="put_end"):
     """Commit and abort. Only after this does the client stop touching those slots: it is also its word that it has."""
 
     id: int
-    commit: list[tuple[int, int]] = []  # put, checksum
-    abort: list[int] = []
+    commit: Annotated[list[tuple[int, int]], MOST_ITEMS] = []  # put, checksum
+    abort: Ids = []
 
 
 class PutEnded(Message, frozen=True, tag="put_ended"):

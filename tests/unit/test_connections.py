@@ -7,10 +7,18 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
+from kvtally.store import connections
 from kvtally.store.connections import REQUESTS_PER_TURN, Connection, Hub
 from kvtally.wire.frames import encode
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import Ping, Refused, Request
+
+
+@pytest.fixture(autouse=True)
+def turns_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "TURN_NS", 1 << 60)
 
 
 class Wire(asyncio.Transport):
@@ -48,8 +56,8 @@ class Scene:
         self.order: list[tuple[Connection, int]] = []
         self.hub = SimpleNamespace(limits=Limits(), received=self._received, ended=Counter[str]())
 
-    def _received(self, connection: Connection, requests: list[Request]) -> None:
-        self.order += [(connection, request.id) for request in requests]
+    def _received(self, connection: Connection, request: Request) -> None:
+        self.order.append((connection, request.id))
 
     def connection(self) -> tuple[Connection, Wire]:
         connection, wire = Connection(cast("Hub", self.hub), has_arena=False), Wire()
@@ -120,5 +128,19 @@ def test_a_connection_that_is_lost_between_two_turns_asks_for_nothing_more() -> 
         connection.connection_lost(None)
         await settle()
         assert len(scene.order) == REQUESTS_PER_TURN
+
+    asyncio.run(run())
+
+
+def test_a_turn_ends_with_the_request_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        monkeypatch.setattr(connections, "TURN_NS", 0)
+        scene = Scene()
+        first, _ = scene.connection()
+        second, _ = scene.connection()
+        first.data_received(pings(5))
+        second.data_received(pings(5))
+        await settle()
+        assert [connection for connection, _ in scene.order] == [first, second] * 5
 
     asyncio.run(run())

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvtally import __version__
+from kvtally.store import connections
 from kvtally.store.server import StoreServer, new_event_loop
 from kvtally.wire.auth import proof
 from kvtally.wire.frames import encode
@@ -141,13 +142,12 @@ def test_strangers_do_not_crowd_out_clients(bench: Bench) -> None:
     strangers = [bench.connect() for _ in range(64)]
     for stranger in strangers:
         stranger.greet()
-    late = bench.connect()
-    refused = late.receive()
+    bench.client()  # the one that has not said hello for longest makes way
+    refused = strangers[0].receive()
     assert isinstance(refused, Refused)
-    assert refused.code == "KV-301"
-    strangers[0].close()
-    eventually(lambda: len(running.strangers()) < 64)
-    bench.client()
+    assert (refused.code, strangers[0].is_closed()) == ("KV-301", True)
+    assert len(running.strangers()) == 63
+    assert isinstance(strangers[1].hello(), Welcome)
 
 
 def test_a_client_that_leaks_old_connections_is_stopped(bench: Bench) -> None:
@@ -240,8 +240,11 @@ def test_the_first_message_must_be_hello(bench: Bench) -> None:
     assert peer.is_closed()
 
 
-def test_a_client_that_does_not_read_is_cut_off(bench: Bench) -> None:
-    running = bench.start(StoreServer(bench.config(), limits=Limits(unsent_bytes_per_client=64 * 1024)))
+@pytest.mark.parametrize("limit", ["bytes", "time"])
+def test_a_client_that_does_not_read_is_cut_off(bench: Bench, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    unsent_bytes = 16 * 1024 if limit == "bytes" else 1 << 30
+    monkeypatch.setattr(connections, "UNREAD_TIMEOUT_S", HOUR_S if limit == "bytes" else 0.1)
+    running = bench.start(StoreServer(bench.config(), limits=Limits(unsent_bytes_per_client=unsent_bytes)))
     bystander, peer = bench.client(), bench.client()
     request = encode(StatsGet(1)) * 100
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -250,6 +253,25 @@ def test_a_client_that_does_not_read_is_cut_off(bench: Bench) -> None:
     eventually(lambda: running.server.hub.ended["KV-300"] == 1)
     assert peer.is_closed()
     assert bystander.ask(Ping(2)) == Done(2)
+
+
+@pytest.mark.parametrize("loop_factory", LOOPS)
+def test_nothing_is_done_for_a_client_that_does_not_read_until_it_reads_on(
+    bench: Bench, loop_factory: LoopFactory
+) -> None:
+    running = bench.start(loop_factory=loop_factory)
+    peer = bench.client()
+    peer.socket.setblocking(False)
+    count = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:  # its socket's buffer fills up: the store reads no more
+            peer.socket.sendall(encode(StatsGet(count)))
+            count += 1
+    running.call(lambda: None)
+    (connection,) = running.server.hub._connections.values()
+    assert connection._transport.get_write_buffer_size() < 1 * MIB
+    peer.socket.settimeout(HANG_S)
+    assert [peer.receive().id for _ in range(count)] == list(range(count))
 
 
 @pytest.mark.parametrize("loop_factory", LOOPS)
@@ -363,7 +385,8 @@ def test_silent_tcp_strangers_are_closed_and_do_not_block_the_unix_socket(bench:
     strangers = [bench.connect_tcp(running) for _ in range(64)]
     for stranger in strangers:
         stranger.greet()
-    assert isinstance(bench.connect_tcp(running).receive(), Refused)
+    assert isinstance(bench.connect_tcp(running).receive(), Greeting)
+    assert strangers[0].is_closed()  # it has not said hello for longest
     bench.client()
     an_hour_passes(running, clock)
     assert all(stranger.is_closed() for stranger in strangers)
@@ -388,15 +411,14 @@ def test_silent_strangers_are_counted_before_tls_has_shaken_hands(
     """They were not, so that whoever said nothing at all could take every descriptor."""
     cert, key = certificate
     config = bench.config(tcp="127.0.0.1:0", token=TOKEN, tls_cert=str(cert), tls_key=str(key))
-    running = bench.start(StoreServer(config), loop_factory=loop_factory)
+    running = bench.start(StoreServer(config, hello_timeout_s=HOUR_S), loop_factory=loop_factory)
     strangers = [bench.connect_tcp(running) for _ in range(64)]
     eventually(lambda: len(running.strangers()) == 64)
-    assert bench.connect_tcp(running).is_closed()  # at once, without a word that is not TLS
-    strangers.pop().close()  # who leaves makes room
-    eventually(lambda: len(running.strangers()) < 64)
     bench.client()
     peer = bench.connect_tls(running, ssl.create_default_context(cafile=str(cert)))
     assert isinstance(peer.hello(proof=proof(TOKEN, peer.greet().nonce)), Welcome)
+    assert strangers[0].is_closed()  # it made way, without a word that is not TLS
+    assert len(running.strangers()) == 63
     assert running.stats("server", "ended") == {"KV-301": 1}
 
 
