@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 import tomllib
 from collections.abc import Iterator
@@ -41,23 +40,39 @@ def name_of(path: Path) -> str:
 
 
 def exists(dotted: str) -> bool:
-    """Whether `kvtally.a.b.C.d` is a module, or something that can be reached from one."""
+    """Whether `kvtally.a.b.C.d` is a module, or something in one. Reads the source: some of it needs vLLM to run."""
     parts = dotted.split(".")
     for count in range(len(parts), 0, -1):
-        try:
-            found: object = importlib.import_module(".".join(parts[:count]))
-        except ModuleNotFoundError as error:
-            if error.name is None or not dotted.startswith(error.name):
-                raise  # it is there, but something that it needs is not
-            continue
-        for part in parts[count:]:
-            if part in getattr(found, "__annotations__", {}):  # a field of a record
-                return True
-            if not hasattr(found, part):
-                return False
-            found = getattr(found, part)
-        return True
+        module = ROOT.joinpath(*parts[:count])
+        for file in (module.with_suffix(".py"), module / "__init__.py"):
+            if file.is_file():
+                return _has(ast.parse(file.read_text(encoding="utf-8")), parts[count:])
     return False
+
+
+def _has(tree: ast.AST, names: list[str]) -> bool:
+    """Whether these names, one inside the other, are defined, assigned, annotated or imported there."""
+    if not names:
+        return True
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == names[0]:
+            return _has(node, names[1:])
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        bound = {target.id for target in targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.ImportFrom):
+            bound = {alias.asname or alias.name for alias in node.names}
+        if names[0] in bound:
+            return True
+    return False
+
+
+def _bound(node: ast.Assign | ast.AnnAssign | ast.ImportFrom) -> set[str]:
+    if isinstance(node, ast.ImportFrom):
+        return {alias.asname or alias.name for alias in node.names}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 @pytest.mark.parametrize("path", DOCS, ids=name_of)
