@@ -122,7 +122,7 @@ def verdict(rows: Sequence[Row]) -> Text:
 def number(value: float) -> str:
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3f}" if value < 1 else f"{value:.2f}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}" if value >= 10 else f"{value:.3f}"
 
 
 def ms(seconds: float) -> str:
