@@ -173,7 +173,7 @@ def _damage_disk(stage: Stage, prompts: Prompts, engine: Engine) -> Iterator[Row
     yield _judge(row, holds, proves)
 
     row = _row("B is asked for P3 again", prompts, asked, engine.serve(asked))
-    yield _judge(row, row.computed_tokens == 1, "what was computed anew was saved anew")
+    yield _judge(row, row.computed_tokens == 1, "what was computed again was saved again")
 
 
 def _damage_memory(stage: Stage, prompts: Prompts, engine: Engine) -> Iterator[Row]:

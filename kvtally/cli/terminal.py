@@ -16,7 +16,7 @@ USUAL = 80  # columns of a terminal that does not know its own size
 
 
 def columns(stream: TextIO | None = None) -> int:
-    """The width of the terminal behind a stream (standard output unless given), NO_EDGE where there is none."""
+    """The width of the terminal behind a stream (standard output unless given), NO_EDGE if there is none."""
     wanted = os.environ.get("COLUMNS", "") if stream is None else ""
     if wanted.isdecimal() and int(wanted):
         return int(wanted)
