@@ -426,8 +426,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _sources(half: Half) -> str:
-    places = {"gpu": half.tokens_gpu, "host": half.tokens_host, "disk": half.tokens_disk, "remote": half.tokens_remote}
-    return ", ".join(f"{place} {tokens:,}" for place, tokens in places.items() if tokens) or "-"
+    return ", ".join(f"{place} {tokens:,}" for place, tokens in half.sources.items()) or "-"
 
 
 def _duration(seconds: float) -> str:

@@ -8,9 +8,12 @@ argument.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
+
+PLACES = ("gpu", "host", "disk", "remote")  # where reused tokens come from
 
 
 class Role(StrEnum):
@@ -59,6 +62,16 @@ class Half(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     @property
     def reused_tokens(self) -> int:
         return self.tokens_gpu + self.tokens_host + self.tokens_disk + self.tokens_remote
+
+    @property
+    def sources(self) -> dict[str, int]:
+        """Reused tokens by place; places without any are left out."""
+        return sources_of((self.tokens_gpu, self.tokens_host, self.tokens_disk, self.tokens_remote))
+
+
+def sources_of(counts: Sequence[int]) -> dict[str, int]:
+    """Counts of tokens, one for each of `PLACES`, by place."""
+    return {place: tokens for place, tokens in zip(PLACES, counts, strict=True) if tokens}
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):

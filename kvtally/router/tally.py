@@ -18,13 +18,12 @@ from functools import lru_cache
 
 import msgspec
 
-from kvtally.core.receipts import Half, Receipt, Verdict
+from kvtally.core.receipts import PLACES, Half, Receipt, Verdict
 
 BOOK_RECEIPTS = 10_000
 MOST_REASONS = 64  # distinct ones that are counted by name
 LONGEST_TEXT = 256  # of anything that clients or engines say, in the book and in the log
 
-_SOURCES = ("gpu", "host", "disk", "remote")
 _NOT_A_WORD = re.compile(r"[^a-z0-9_.-]+")
 
 
@@ -61,8 +60,7 @@ def source_of(half: Half | None) -> str:
     """Where reused tokens came from: `gpu:20,host:79`."""
     if half is None:
         return "unknown"
-    counts = zip(_SOURCES, (half.tokens_gpu, half.tokens_host, half.tokens_disk, half.tokens_remote), strict=True)
-    return ",".join(f"{name}:{count}" for name, count in counts if count) or "none"
+    return ",".join(f"{place}:{tokens}" for place, tokens in half.sources.items()) or "none"
 
 
 def clipped(text: str) -> str:
@@ -175,10 +173,9 @@ class Tally:
         self.verdicts[words] += 1
         half = matched.receipt.decode
         if half is not None:
-            self.tokens["gpu"] += half.tokens_gpu
-            self.tokens["host"] += half.tokens_host
-            self.tokens["disk"] += half.tokens_disk
-            self.tokens["remote"] += half.tokens_remote
+            sources = half.sources
+            for place in PLACES:
+                self.tokens[place] += sources.get(place, 0)
             self.tokens["computed"] += half.computed_tokens
             self.moved_bytes += half.moved_bytes
 

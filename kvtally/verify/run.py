@@ -18,7 +18,7 @@ import msgspec
 
 from kvtally.core.answers import TOLERANCE, compare
 from kvtally.core.namespace import chunk_tokens
-from kvtally.core.receipts import Verdict
+from kvtally.core.receipts import Verdict, sources_of
 from kvtally.errors import KVTallyError, TransportError
 from kvtally.verify.http import Response, Server
 from kvtally.verify.judge import (
@@ -290,13 +290,7 @@ class _Loaded(msgspec.Struct):
 
     @property
     def sources(self) -> dict[str, int]:
-        places = {
-            "gpu": self.tokens_gpu,
-            "host": self.tokens_host,
-            "disk": self.tokens_disk,
-            "remote": self.tokens_remote,
-        }
-        return {place: tokens for place, tokens in places.items() if tokens}
+        return sources_of((self.tokens_gpu, self.tokens_host, self.tokens_disk, self.tokens_remote))
 
 
 class _Kept(msgspec.Struct):

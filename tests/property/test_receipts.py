@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtally.core.receipts import Half, Receipt, ReceiptBook, Role, Verdict
+from kvtally.core.receipts import PLACES, Half, Receipt, ReceiptBook, Role, Verdict
 
 GPU = Half(role=Role.DECODE, tokens_gpu=100, computed_tokens=1)
 LOADED = Half(role=Role.DECODE, tokens_host=60, tokens_disk=30, tokens_remote=10, computed_tokens=1, verified=True)
@@ -126,3 +126,12 @@ def test_a_receipt_lives_from_its_last_filing_on() -> None:
     book.file("t", GPU, LIFETIME_NS)
     assert book.find("t", 2 * LIFETIME_NS) == Receipt(ticket="t", prefill=PROMISE, decode=GPU)
     assert book.find("t", 2 * LIFETIME_NS + 1) is None
+
+
+@given(st.lists(st.integers(0, 1 << 20), min_size=len(PLACES), max_size=len(PLACES)))
+def test_a_halfs_sources_are_its_reused_tokens_by_place(counts: list[int]) -> None:
+    gpu, host, disk, remote = counts
+    half = Half(role=Role.DECODE, tokens_gpu=gpu, tokens_host=host, tokens_disk=disk, tokens_remote=remote)
+    assert sum(half.sources.values()) == half.reused_tokens == sum(counts)
+    assert [half.sources.get(place, 0) for place in PLACES] == counts
+    assert 0 not in half.sources.values()
