@@ -38,6 +38,7 @@ from kvtally.verify.judge import (
 from kvtally.verify.probes import MAX_TOKENS, TURN_TOKENS, Shape, shapes, words
 from kvtally.verify.reasons import REASONS, explain
 from kvtally.wire.messages import MissReason
+from tests.waiting import HANG_S
 
 PD = Setting(has_prefill=True, chunk_tokens=256)
 PLAIN = Setting(has_prefill=False, chunk_tokens=256)
@@ -534,7 +535,7 @@ def run(
 
     def call(*more: str, url: str = "") -> tuple[int, str]:
         url = url or f"http://{deployment.router.address}/"
-        monkeypatch.setattr(sys, "argv", ["kvtally", "verify", url, "--timeout", "5", *more])
+        monkeypatch.setattr(sys, "argv", ["kvtally", "verify", url, "--timeout", str(int(HANG_S)), *more])
         with pytest.raises(SystemExit) as exited:
             cli.main()
         assert isinstance(exited.value.code, int)
