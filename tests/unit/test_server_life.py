@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -279,16 +280,20 @@ def test_a_tier_that_cannot_be_closed_does_not_keep_the_store_from_ending(
     assert caplog.text.count("was not closed in order: the device is gone [KV-602]") == 2
 
 
-def start_process(path: str) -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def a_process(path: str) -> Iterator[subprocess.Popen[bytes]]:
     script = (
         "import sys; from kvtally.store.server import run; from kvtally.config import StoreConfig\n"
         "sys.exit(run(StoreConfig(socket=sys.argv[1], memory_bytes=1 << 22, admin='127.0.0.1:0'),"
         " on_ready=lambda: print('ready', flush=True)))\n"
     )
-    child = subprocess.Popen([sys.executable, "-c", script, path], stdout=subprocess.PIPE, cwd=ROOT)
-    assert child.stdout is not None
-    assert child.stdout.readline() == b"ready\n"
-    return child
+    with subprocess.Popen([sys.executable, "-c", script, path], stdout=subprocess.PIPE, cwd=ROOT) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"ready\n"
+            yield child
+        finally:
+            child.kill()
 
 
 def times_run(pid: int) -> dict[str, int]:
@@ -300,7 +305,7 @@ def times_run(pid: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_process_ends_with_0_on_a_signal(bench: Bench, number: signal.Signals) -> None:
-    with start_process(bench.path) as child:
+    with a_process(bench.path) as child:
         bench.client()
         child.send_signal(number)
         assert child.wait(HANG_S) == 0
@@ -309,7 +314,7 @@ def test_the_process_ends_with_0_on_a_signal(bench: Bench, number: signal.Signal
 
 def test_an_idle_store_does_not_wake_up(bench: Bench) -> None:
     """Once it has started and nobody asks, no thread of it runs: seen when a second passes without any."""
-    with start_process(bench.path) as child:
+    with a_process(bench.path) as child:
         bench.client()
 
         def sleeps() -> bool:
