@@ -144,10 +144,10 @@ def _pages(store: _Asker) -> Iterator[RenderableType]:
     """Yield a page at once, then one each second."""
     from rich.text import Text
 
-    from kvtally.cli.render import read_stats, stats_page
+    from kvtally.cli.render import StatsPage, read_stats
 
     now = read_stats(store.stats())
-    yield stats_page(now)
+    yield StatsPage(now)
     while True:
         time.sleep(WATCH_S)
         try:
@@ -155,7 +155,7 @@ def _pages(store: _Asker) -> Iterator[RenderableType]:
         except TransportError as error:  # it may only be restarting
             yield Text(f"{error.message}; waiting for it")
         else:
-            yield stats_page(now, before if before.store == now.store else None)
+            yield StatsPage(now, before if before.store == now.store else None)
 
 
 class _Asker:

@@ -121,7 +121,10 @@ def read_stats(tree: object) -> Stats:
 def console() -> Console:
     """A console that prints names of peers literally (no markup) and neither cuts nor folds lines: the terminal wraps a
     line that is too long, and it can still be copied."""
-    return Console(markup=False, highlight=False, soft_wrap=True, width=columns())
+    made = Console(markup=False, highlight=False, soft_wrap=True)
+    if not made.is_terminal:  # a terminal may change its size
+        made.width = columns()
+    return made
 
 
 class Table:
@@ -159,9 +162,10 @@ class Table:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = self._widths()
         for row in self._rows:
-            for cell, width, is_right in zip(row, widths, self._is_right, strict=True):
+            cells = [cell.copy() for cell in row]
+            for cell, width, is_right in zip(cells, widths, self._is_right, strict=True):
                 cell.align("right" if is_right else "left", width)
-            line = Text(GAP).join(row)
+            line = Text(GAP).join(cells)
             line.rstrip()  # trailing blanks would wrap
             line.no_wrap, line.overflow = True, "ignore"
             yield line
@@ -212,10 +216,6 @@ class StatsPage:
             if has_blanks:
                 yield Text()
             yield table
-
-
-def stats_page(now: Stats, before: Stats | None = None) -> RenderableType:
-    return StatsPage(now, before)
 
 
 def receipts_table(receipts: Sequence[Receipt]) -> RenderableType:

@@ -21,7 +21,7 @@ from rich.screen import Screen
 
 from kvtally import __version__
 from kvtally.cli import main as cli
-from kvtally.cli.render import read_stats, stats_page
+from kvtally.cli.render import StatsPage, read_stats
 from kvtally.client import Call, Miss, StoreClient
 from kvtally.core.keys import ROOT_CHAIN, chain_values, token_bytes
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
@@ -613,7 +613,7 @@ class TestEightyColumns:
 def page(now: object, before: object | None = None, width: int = 100) -> str:
     console = Console(width=width, markup=False, highlight=False, soft_wrap=True)
     with console.capture() as capture:
-        console.print(stats_page(read_stats(now), None if before is None else read_stats(before)))
+        console.print(StatsPage(read_stats(now), None if before is None else read_stats(before)))
     return capture.get()
 
 
@@ -622,7 +622,7 @@ def screen(now: object, *, width: int, height: int) -> str:
     console = Console(width=width, height=height, markup=False, highlight=False, force_terminal=True, color_system=None)
     console.set_alt_screen(True)
     with console.capture() as capture:
-        console.print(Screen(stats_page(read_stats(now))))
+        console.print(Screen(StatsPage(read_stats(now))))
     return capture.get()
 
 
