@@ -1,7 +1,7 @@
 """What the parts of the sans-I/O store share: the index, the bounds, the tiers' health, what is to be sent and done.
 
 Owns sessions, alarms, counters and the two queues through which the shell learns of effects (`outbox`, `jobs`).
-Neighbours: `lookups`, `leases` and `writes` (the parts of the logic), `store` (the facade the shell drives).
+Neighbours: `lookups`, `leases`, `puts` and `lower` (the parts of the logic), `store` (the facade the shell drives).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvtally.core.keys import ObjectKey
+from kvtally.core.namespace import Namespace
 from kvtally.core.residency import Family, Node, Residency
 from kvtally.core.speed import Speed
 from kvtally.store.jobs import Job
@@ -252,6 +253,16 @@ class Context:
     def readable_tiers(self, now_ns: int) -> list[int]:
         """The arena and every lower tier that is worth asking now."""
         return [0] + [number for number, tier in enumerate(self.tiers, 1) if tier.readable(now_ns)]
+
+    def has_place_for(self, namespace: Namespace) -> bool:
+        """Whether one more namespace may be known. Namespaces without objects and without clients make way."""
+        families, most = self.residency.families, self.limits.namespaces
+        if namespace.digest not in families and len(families) >= most:
+            here = {session.family for session in self.sessions.values()}
+            for digest, family in list(families.items()):
+                if family not in here and len(family.nodes) == 1:  # the root
+                    del families[digest]
+        return namespace.digest in families or len(families) < most
 
     def note_quarantine(self, tier: str, code: str, node: Node, bit: int) -> None:
         self.counts.quarantined[tier] += 1

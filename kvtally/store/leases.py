@@ -4,24 +4,25 @@
           ─▶ Staged: how much of the hit is really there ─▶ slots ─▶ release, or expiry
 
 Only a boundary whose objects are all in the arena is promised. A lease for which nothing is to be staged and that is
-wanted now is granted at once. Neighbours: `lookups` (left: what was found), `staging` (right: brings up what is not in
-the arena), `weighing` (load or compute). No I/O.
+wanted now is granted at once. Owns all leases; `lease` says which states one goes through. Neighbours: `lookups` (left:
+what was found), `staging` (right: brings up what is not in the arena), `weighing` (load or compute). No I/O.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from kvtally.core.hits import Hit
-from kvtally.core.keys import ObjectKey
 from kvtally.core.prefetch import Planner, worth_loading
-from kvtally.core.residency import ARENA, Family, Node, each_bit
+from kvtally.core.residency import ARENA, Family, each_bit
 from kvtally.store.context import Context, Prefetched, Session
+from kvtally.store.jobs import Outcome, ReadJob
+from kvtally.store.lease import Lease, LeaseState, Need, Part
+from kvtally.store.lower import LowerTiers
 from kvtally.store.needs import View, hit_of, longest_possible, needs_of, path_of, view_of
-from kvtally.store.staging import Lease, Staging
-from kvtally.store.tiers.base import ObjectRecord
+from kvtally.store.staging import Staging
 from kvtally.store.weighing import Weighing
 from kvtally.wire.frames import fits
 from kvtally.wire.messages import Done, Lookup, MissReason, Release, Slot, Slots, SlotsGet, Staged, Wanted
@@ -31,29 +32,31 @@ SLOT_BYTES = 6 + 5 * NUMBER_BYTES  # the same of a slot, without its pieces
 
 
 class Leases:
-    """`record` and `remove` are the write half's ways to describe an object and to take one out of a lower tier."""
-
-    def __init__(
-        self,
-        context: Context,
-        record: Callable[[Node, int], ObjectRecord],
-        remove: Callable[[int, Sequence[ObjectKey]], object],
-    ) -> None:
+    def __init__(self, context: Context, lower: LowerTiers) -> None:
         self._context = context
         self._residency = context.residency
         self._leases: dict[int, Lease] = {}
         capacity_bytes = self._residency.space.capacity_bytes
-        self.planner: Planner[tuple[Node, int]] = Planner(
+        self.planner: Planner[Part] = Planner(
             tiers=len(context.tiers),
             arena_bytes=capacity_bytes * 3 // 4,  # the rest is for saves, and for what running loads have leased
             in_flight_bytes=context.limits.staging_bytes or capacity_bytes // 4,
         )
         self._is_room_new = False  # somebody who waits for room may fit now
-        self.staging = Staging(context, self.planner, record, remove, self._announce)
+        self.staging = Staging(context, self.planner, lower)
         self._weighing = Weighing(context, self.planner, self.staging)
 
     def advance(self, now_ns: int) -> None:
         """After every event: grant what there is room for, start what may be read, and keep to the budgets."""
+        while True:
+            self._grant_waiting(now_ns)
+            done = self.staging.pump(now_ns)
+            if not done:
+                break
+            self._announce_all(done, now_ns)
+        self.planner.check_budgets()
+
+    def _grant_waiting(self, now_ns: int) -> None:
         while self._is_room_new:
             self._is_room_new = False
             for lane in range(self._residency.tiers):
@@ -61,17 +64,27 @@ class Leases:
                     self._leases[number], now_ns
                 ):
                     pass
-        self.staging.pump(now_ns)
-        self.planner.check_budgets()
 
-    def begin(self, session: Session, family: Family, request: Lookup, view: View, now_ns: int) -> Lease:
-        """Of what a lookup found. The client does not know of it yet: `told`."""
+    def read(self, job: ReadJob, outcome: Outcome, now_ns: int) -> None:
+        """A ReadJob ended."""
+        self._announce_all(self.staging.read(job, outcome, now_ns), now_ns)
+
+    def _announce_all(self, done: Sequence[Lease], now_ns: int) -> None:
+        for lease in done:
+            self._announce(lease, now_ns)
+
+    def begin(
+        self, session: Session, family: Family, request: Lookup, view: View, found_reason: str, now_ns: int
+    ) -> Lease:
+        """Hold what a lookup found. The client is told with `Found`; after that, `follow_up`."""
         longest = self._context.limits.lease_ns
         span_ns = min(request.lease_ms * 1_000_000, longest) if request.lease_ms > 0 else longest
         number = self._context.new_id()
         alarm = self._context.alarms.set(now_ns + span_ns, partial(self._expire, number))
         needs = needs_of(family, request, view.path, view.hit)
-        lease = Lease(number, session, family, request, view.path, view.hit.end_tokens, needs, alarm, started_ns=now_ns)
+        lease = Lease(
+            number, session, family, request, view.path, view.hit.end_tokens, needs, alarm, now_ns, found_reason
+        )
         self._leases[number] = lease
         session.leases.add(number)
         lease.tier = self._lane(needs, now_ns)
@@ -85,26 +98,28 @@ class Leases:
             )
             if self.planner.next(lease.tier) == number and self.planner.admit(number, self._sizes(needs)):
                 self._grant(lease, now_ns)
+        if lease.state is LeaseState.GRANTED and not lease.awaited:  # `Found` announces it
+            lease.enter(LeaseState.ANNOUNCED)
+            lease.staged_ns = now_ns
         return lease
 
-    def told(self, lease: Lease, reason: str, now_ns: int) -> None:
-        """Its client knows of it, and why it is not longer: from now on it is told what becomes of it."""
-        lease.is_told, lease.found_reason = True, reason
+    def follow_up(self, lease: Lease, now_ns: int) -> None:
+        """Its client has heard of it, and may now be told what becomes of it."""
         if lease.wanted_ns is not None and lease.awaited:
             self._weigh(lease, now_ns)
 
-    def _lane(self, needs: Sequence[tuple[int, Node, int]], now_ns: int) -> int:
+    def _lane(self, needs: Sequence[Need], now_ns: int) -> int:
         """The lowest tier that has to be read for these."""
         readable = self._context.readable_tiers(now_ns)
         missing = ((node, mask & ~self._residency.arena_mask(node)) for _, node, mask in needs)
         tiers = (self.staging.source(node, bit, readable) for node, mask in missing for bit in each_bit(mask))
         return max(tiers, default=ARENA)
 
-    def _sizes(self, needs: Sequence[tuple[int, Node, int]]) -> dict[tuple[Node, int], int]:
+    def _sizes(self, needs: Sequence[Need]) -> dict[Part, int]:
         length_bytes = self._residency.length_bytes
         return {(node, bit): length_bytes(node, bit) for _, node, mask in needs for bit in each_bit(mask)}
 
-    def _needs_now(self, lease: Lease, now_ns: int) -> tuple[View, list[tuple[int, Node, int]]]:
+    def _needs_now(self, lease: Lease, now_ns: int) -> tuple[View, list[Need]]:
         view = view_of(self._context, lease.family, lease.request, now_ns)
         return view, needs_of(lease.family, lease.request, view.path, view.hit) if view.hit.end_tokens else []
 
@@ -113,22 +128,24 @@ class Leases:
         view, needs = self._needs_now(lease, now_ns)
         if not self.planner.admit(lease.id, self._sizes(needs)):
             return False
-        lease.path, lease.needs, lease.end_tokens = view.path, needs, view.hit.end_tokens
-        self._grant(lease, now_ns)
+        self._grant_now(lease, view, needs, now_ns)
         if lease.wanted_ns is not None and lease.awaited:
             self._weigh(lease, now_ns)
         return True
 
+    def _grant_now(self, lease: Lease, view: View, needs: list[Need], now_ns: int) -> None:
+        """Grant a lease that has waited, with what is there now."""
+        lease.path, lease.needs, lease.end_tokens = view.path, needs, view.hit.end_tokens
+        self._grant(lease, now_ns)
+        if not lease.awaited:
+            self._announce(lease, now_ns)
+
     def _grant(self, lease: Lease, now_ns: int) -> None:
         """There is room: what the lease needs is held from now on."""
-        lease.is_granted = True
+        lease.enter(LeaseState.GRANTED)
         for _, node, _ in lease.needs:
             self._residency.pin(node)
         self._stage_missing(lease, now_ns)
-        if not lease.awaited and lease.is_told:
-            self._announce(lease, now_ns)
-        elif not lease.awaited:  # `Found` will say so
-            lease.announced, lease.staged_ns = True, now_ns
 
     def want(self, session: Session, request: Wanted, now_ns: int) -> None:
         """The engine has come to a request: it goes before those that are early, or is answered with what is there."""
@@ -137,10 +154,10 @@ class Leases:
         if lease is None or lease.session is not session or lease.wanted_ns is not None:
             return
         lease.wanted_ns, lease.tokens_s = now_ns, max(0, request.prefill_tokens_s)
-        if lease.announced:
+        if lease.is_announced:
             return
         self.planner.want(lease.id)
-        if lease.is_granted:
+        if lease.state is LeaseState.GRANTED:
             self.staging.hasten(lease)
             self._weigh(lease, now_ns)
         elif not self._grant_resident(lease, now_ns):
@@ -152,8 +169,7 @@ class Leases:
         if not needs or self._lane(needs, now_ns) != ARENA:
             return False
         self.planner.leave(lease.id)
-        lease.path, lease.needs, lease.end_tokens = view.path, needs, view.hit.end_tokens
-        self._grant(lease, now_ns)
+        self._grant_now(lease, view, needs, now_ns)
         return True
 
     def _weigh(self, lease: Lease, now_ns: int) -> None:
@@ -202,7 +218,7 @@ class Leases:
         if lease is None or lease.family is not session.family:
             self._context.send(session, Slots(request.id, [], MissReason.LEASE_EXPIRED))
             return
-        if not lease.announced:
+        if not lease.is_announced:
             self._context.send(session, Slots(request.id, [], MissReason.PENDING))
             return
         lease.is_read = True
@@ -253,8 +269,9 @@ class Leases:
     def _expire(self, number: int, now_ns: int) -> None:
         lease = self._leases[number]
         self._context.counts.leases_expired += 1
-        if not lease.announced:
-            reason = MissReason.STAGING_FAILED if lease.is_granted else MissReason.LEASE_EXPIRED
+        if not lease.is_announced:
+            is_granted = lease.state is LeaseState.GRANTED
+            reason = MissReason.STAGING_FAILED if is_granted else MissReason.LEASE_EXPIRED
             self._context.counts.lookup(lease.request, 0, reason)
             self._context.send(lease.session, Staged(0, lease.id, 0, reason))
         self._drop(lease, now_ns)
@@ -269,9 +286,10 @@ class Leases:
         if self.planner.is_known(lease.id):
             self.planner.leave(lease.id)
             self._is_room_new = True
-        if lease.is_granted:
+        if lease.is_held:
             for _, node, _ in lease.needs:
                 self._residency.unpin(node)
+        lease.enter(LeaseState.ENDED)
 
     def _account(self, lease: Lease, now_ns: int) -> None:
         """What the staging of a lease, which is over now, has been good for."""
@@ -312,7 +330,8 @@ class Leases:
                 self._stage_missing(lease, now_ns)
                 return
         self._aim(lease, hit)
-        lease.announced, lease.staged_ns = True, now_ns
+        lease.enter(LeaseState.ANNOUNCED)
+        lease.staged_ns = now_ns
         found_reason = lease.found_reason if hit.end_tokens < longest_possible(request) else ""
         self._context.counts.lookup(request, hit.end_tokens, lease.reason or found_reason)
         self._context.send(lease.session, self._staged(lease, now_ns))
@@ -342,13 +361,13 @@ class Leases:
 
     def check(self) -> None:
         for lease in self._leases.values():
-            assert lease.id in lease.session.leases and lease.is_told
-            assert not lease.is_granted or all(node.pins > 0 for _, node, _ in lease.needs)
-            assert lease.announced == (lease.is_granted and not lease.awaited)
-            assert lease.is_granted or self.planner.is_known(lease.id)
+            assert lease.id in lease.session.leases and lease.state is not LeaseState.ENDED
+            assert not lease.is_held or all(node.pins > 0 for _, node, _ in lease.needs)
+            assert lease.is_announced == (lease.is_held and not lease.awaited)
+            assert lease.is_held or self.planner.is_known(lease.id)
         self.planner.check()
         self.staging.check(self._leases.values())
 
 
-def _index_of(need: tuple[int, Node, int]) -> int:
+def _index_of(need: Need) -> int:
     return need[0]

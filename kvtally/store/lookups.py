@@ -5,13 +5,13 @@
                  │ a tier that cannot enumerate: parked until it said what it holds
                  └ hold: a lease (`leases`)
 
-Neighbours: `core.hits` (the rule), `needs` (what a lookup sees), `leases` (right: what is promised), `writes` (tells
-when something stopped being pending). No I/O.
+Neighbours: `core.hits` (the rule), `needs` (what a lookup sees), `leases` (right: what is promised), `store` (left: it
+says when something stopped being pending). No I/O.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import lt
@@ -21,10 +21,10 @@ from kvtally.core.namespace import GroupKind
 from kvtally.core.residency import Family, Node
 from kvtally.store.context import Alarm, Context, Session
 from kvtally.store.jobs import FindJob, Outcome
+from kvtally.store.lease import Lease
 from kvtally.store.leases import Leases
+from kvtally.store.lower import LowerTiers
 from kvtally.store.needs import View, bitmap, hit_of, longest_possible, view_of
-from kvtally.store.staging import Lease
-from kvtally.store.tiers.base import ObjectRecord
 from kvtally.wire.messages import Found, Lookup, MissReason, Slot
 
 FIND_NS = 200_000_000  # how long a lookup waits for tiers that must be asked, unless it allows more
@@ -45,13 +45,11 @@ class Parked:
 
 
 class Lookups:
-    """`learn` takes into the index what a tier was found to hold."""
-
-    def __init__(self, context: Context, leases: Leases, learn: Callable[[int, ObjectRecord], object]) -> None:
+    def __init__(self, context: Context, leases: Leases, lower: LowerTiers) -> None:
         self._context = context
         self._residency = context.residency
         self._leases = leases
-        self._learn = learn
+        self._lower = lower
         self._parked: dict[int, Parked] = {}
         self._watchers: dict[Node, set[int]] = {}  # node with pending objects -> parked lookups
         self._finding: dict[int, int] = {}  # FindJob -> parked lookup
@@ -77,19 +75,19 @@ class Lookups:
         family = session.family
         assert family is not None
         self._residency.touch(view.path[: view.hit.boundaries])
+        reason = self._reason(family, request, view, now_ns)
         lease = None
         if request.hold and view.hit.end_tokens:
             if len(session.leases) < self._context.limits.leases_per_client:
-                lease = self._leases.begin(session, family, request, view, now_ns)
+                lease = self._leases.begin(session, family, request, view, reason, now_ns)
             else:
                 self._context.counts.lookup(request, 0, MissReason.LIMIT)
                 self._context.send(session, Found(request.id, 0, reason=MissReason.LIMIT))
                 return
-        reason = self._reason(family, request, view, now_ns)
-        if lease is None or lease.announced:
+        if lease is None or lease.is_announced:
             self._context.counts.lookup(request, view.hit.end_tokens, reason)
         in_arena = view.hit.end_tokens
-        if lease is not None and not lease.announced:
+        if lease is not None and not lease.is_announced:
             missing = (node.start for _, node, mask in lease.needs if mask & ~self._residency.arena_mask(node))
             in_arena = min(missing, default=in_arena)
         self._context.send(
@@ -98,17 +96,17 @@ class Lookups:
                 request.id,
                 view.hit.end_tokens,
                 lease.id if lease is not None else 0,
-                max(1, len(lease.awaited)) if lease is not None and not lease.announced else 0,
+                max(1, len(lease.awaited)) if lease is not None and not lease.is_announced else 0,
                 view.hopeful.end_tokens,
                 [bitmap(row) for row in view.rows],
                 self._tails(family, view),
                 reason,
                 in_arena,
-                self._slots(lease) if lease is not None and lease.announced and request.slots else [],
+                self._slots(lease) if lease is not None and lease.is_announced and request.slots else [],
             ),
         )
         if lease is not None:
-            self._leases.told(lease, reason, now_ns)
+            self._leases.follow_up(lease, now_ns)
 
     def _slots(self, lease: Lease) -> list[Slot]:
         slots = self._leases.slots_of(lease, 0) or []
@@ -218,7 +216,7 @@ class Lookups:
             assert family is not None
             self._answer(parked.session, parked.request, view_of(self._context, family, parked.request, now_ns), now_ns)
 
-    def changed(self, node: Node, now_ns: int) -> None:
+    def settled(self, node: Node, now_ns: int) -> None:
         """An object of `node` stopped being pending. Lookups for which nothing more is to come are answered."""
         if node.pending:
             return
@@ -260,7 +258,7 @@ class Lookups:
             tier.read_failed(now_ns)
         for record in outcome.found:
             if record is not None:
-                self._learn(job.tier, record)
+                self._lower.learn(job.tier, record)
         parked = self._parked.get(number)
         if parked is not None:
             parked.finding -= 1

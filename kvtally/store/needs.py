@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvtally.core.hits import Hit, longest_hit, needed
 from kvtally.core.residency import Family, Node, Residency
 from kvtally.store.context import Context
+from kvtally.store.lease import Need
 from kvtally.wire.messages import Lookup
 
 
@@ -61,7 +62,7 @@ def longest_possible(request: Lookup) -> int:
     return next((end for end in reversed(request.ends) if end <= limit and end % step == 0), 0)
 
 
-def needs_of(family: Family, request: Lookup, path: Sequence[Node | None], hit: Hit) -> list[tuple[int, Node, int]]:
+def needs_of(family: Family, request: Lookup, path: Sequence[Node | None], hit: Hit) -> list[Need]:
     """Boundary index (rising), node and mask of objects of everything that a hit reads."""
     masks: dict[int, int] = {}
     for group, spec in enumerate(family.namespace.groups):

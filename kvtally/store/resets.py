@@ -4,8 +4,8 @@
           ─▶ the last of them removed, failed or late ─▶ `on_end`
 
 Owns resets that are not over. A slice is short, so that a million objects do not stop everybody else. What a tier could
-not remove is tried again by `writes` with its next write.
-Neighbours: `store` (left: who asked), `writes` (right: removes). No I/O.
+not remove is tried again by `lower` with its next write.
+Neighbours: `store` (left: who asked), `puts` (open writes end), `lower` (right: removes). No I/O.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import NamedTuple
 from kvtally.core.residency import Family
 from kvtally.store.context import Alarm, Context
 from kvtally.store.jobs import Outcome, RemoveJob
-from kvtally.store.writes import Writes
+from kvtally.store.lower import LowerTiers
+from kvtally.store.puts import Puts
 from kvtally.wire.limits import SECOND_NS
 
 REMOVAL_NS = 3 * SECOND_NS // 2  # whoever asked gives up after 2 s by default: told before, it knows what became of it
@@ -51,10 +52,11 @@ class Forgetting:
 
 
 class Resets:
-    def __init__(self, context: Context, writes: Writes) -> None:
+    def __init__(self, context: Context, puts: Puts, lower: LowerTiers) -> None:
         self._context = context
         self._residency = context.residency
-        self._writes = writes
+        self._puts = puts
+        self._lower = lower
         self._sweeping: deque[Forgetting] = deque()  # the first one is swept, the others wait
         self._removing: dict[int, Forgetting] = {}  # by RemoveJob; one reset may wait for several
         self._under_way: set[Forgetting] = set()  # something is yet to be swept, or to be told
@@ -71,7 +73,7 @@ class Resets:
         for session in self._context.sessions.values():
             if session.family is family:
                 session.family = successor
-        self._writes.reset(family, now_ns)
+        self._puts.reset(family)
         if self._context.tiers:
             forgetting.alarm = self._context.alarms.set(now_ns + REMOVAL_NS, partial(self._late, forgetting))
         else:
@@ -85,7 +87,7 @@ class Resets:
         left = SLICE_OBJECTS
         while self._sweeping and left:
             left = self._sweep_first(left)
-        self._writes.catch_up_all(now_ns)
+        self._lower.catch_up_all(now_ns)
         if self._sweeping:
             self._context.alarms.set(now_ns + PAUSE_NS, self._sweep)
 
@@ -96,10 +98,10 @@ class Resets:
         is_swept = forgetting.family not in self._residency.forgotten
         for number, tier in enumerate(self._context.tiers, 1):
             if is_swept:
-                keys[number] += self._writes.on_their_way(forgetting.family, number)  # and there before the removal is
+                keys[number] += self._lower.on_their_way(forgetting.family, number)  # and there before the removal is
             # What is on its way out comes before our last removal, and may fail.
             if keys[number] or (is_swept and (tier.unremoved or tier.removing)):
-                job = self._writes.remove(number, keys[number], is_last=is_swept)
+                job = self._lower.remove(number, keys[number], is_last=is_swept)
                 if is_swept and forgetting.alarm is not None:
                     forgetting.jobs.add(job)
                     self._removing[job] = forgetting

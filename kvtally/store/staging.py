@@ -1,60 +1,29 @@
 """Staging: leased objects brought up from lower tiers into the arena, as `core.prefetch` plans it.
 
-    want ─▶ planner ─▶ pump: arena pieces, ReadJob ─▶ read: resident, or a reason ─▶ `on_end` with a lease's last object
+    want ─▶ planner ─▶ pump: arena pieces, ReadJob ─▶ read: resident, or a reason ─▶ the leases that await nothing more
 
 Several leases may wait for one object: it is read once. What nobody waits for any more is given up at once, unless its
 read has begun. Owns what is on its way; what a lease promises is for `leases`.
-Neighbours: `leases` (left), `mover` (right: carries ReadJobs out and verifies). No I/O.
+Neighbours: `leases` (left), `lower` (what cannot be read is taken out), `mover` (right: carries ReadJobs out and
+verifies). No I/O.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvtally.core.keys import ObjectKey
 from kvtally.core.prefetch import Planner
-from kvtally.core.residency import Family, Node
+from kvtally.core.residency import Node
 from kvtally.core.space import Piece
-from kvtally.store.context import FIRST_PAUSE_NS, Alarm, Context, Session
+from kvtally.store.context import FIRST_PAUSE_NS, Context
 from kvtally.store.jobs import Outcome, ReadJob
-from kvtally.store.tiers.base import ObjectRecord
-from kvtally.wire.messages import Lookup, MissReason
+from kvtally.store.lease import Lease, Part
+from kvtally.store.lower import LowerTiers
+from kvtally.wire.messages import MissReason
 
 INTEGRITY_CODES = ("KV-401", "KV-402")
 PROBED_OBJECTS = 3
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """Everything one hit needs, pinned from when there is room for it until released or expired."""
-
-    id: int
-    session: Session
-    family: Family
-    request: Lookup
-    path: list[Node | None]
-    end_tokens: int
-    needs: list[tuple[int, Node, int]]  # boundary index (rising), node, mask of objects
-    alarm: Alarm
-    is_granted: bool = False  # what it needs is pinned; until then it waits for room and holds nothing
-    awaited: set[tuple[Node, int]] = field(default_factory=set)  # objects still on their way up
-    announced: bool = False  # False while the client waits for `Staged`, or for `Found`
-    is_told: bool = False  # `Found` was sent
-    started_ns: int = 0
-    wanted_ns: int | None = None  # when the engine came to the request; None: not yet
-    tokens_s: int = 0  # what the engine computes meanwhile; 0: load whatever it takes
-    staged_ns: int | None = None
-    staged_bytes: int = 0
-    staged: set[Node] = field(default_factory=set)  # boundaries of which something came from a lower tier
-    tier: int = 0  # the lowest that it stages from
-    is_read: bool = False  # somebody asked where its objects lie
-    load_s: float = 0.0  # estimates of the last weighing
-    compute_s: float = 0.0
-    left_tokens: int = 0  # found, and not worth loading
-    found_reason: str = ""  # why what was found is not longer
-    reason: str = ""  # why less than that is promised
-    may_aim_lower: bool = False  # something that was to be staged has left the index
 
 
 @dataclass(slots=True)
@@ -69,24 +38,15 @@ class Rising:
 
 
 class Staging:
-    """`record` and `remove` are the write half's ways to describe an object and to take one out of a lower tier."""
+    """Methods in which a read may end return the leases that await nothing more."""
 
-    def __init__(
-        self,
-        context: Context,
-        planner: Planner[tuple[Node, int]],
-        record: Callable[[Node, int], ObjectRecord],
-        remove: Callable[[int, Sequence[ObjectKey]], object],
-        on_end: Callable[[Lease, int], None],
-    ) -> None:
+    def __init__(self, context: Context, planner: Planner[Part], lower: LowerTiers) -> None:
         self._context = context
         self._planner = planner
         self._residency = context.residency
-        self._record = record
-        self._remove = remove
-        self._on_end = on_end
-        self._rising: dict[tuple[Node, int], Rising] = {}
-        self._reading: dict[int, tuple[Node, int]] = {}  # ReadJob -> what it brings up
+        self._lower = lower
+        self._rising: dict[Part, Rising] = {}
+        self._reading: dict[int, Part] = {}  # ReadJob -> what it brings up
 
     def source(self, node: Node, bit: int, readable: Sequence[int]) -> int:
         """Which of these tiers an object that is not in the arena is read from; 0: none."""
@@ -119,27 +79,29 @@ class Staging:
             size_bytes = self._residency.length_bytes(node, bit)
             self._planner.ask(self._rising[node, bit].tier, (node, bit), size_bytes, lease.id)
 
-    def pump(self, now_ns: int) -> None:
+    def pump(self, now_ns: int) -> list[Lease]:
         """Start as many reads as the planner allows."""
+        done: list[Lease] = []
         for tier, state in enumerate(self._context.tiers, 1):
             while (key := self._planner.start(tier, state.speed.bytes_s)) is not None:
                 node, bit = key
                 pieces = self._residency.allocate(self._residency.length_bytes(node, bit))
                 if pieces is None:
                     self._planner.ended(tier, key)
-                    self._end(node, bit, MissReason.ARENA_FULL, now_ns)
+                    done += self._end(node, bit, MissReason.ARENA_FULL)
                 else:
                     self._start(node, bit, pieces, now_ns)
+        return done
 
     def _start(self, node: Node, bit: int, pieces: tuple[Piece, ...], now_ns: int) -> None:
         rising = self._rising[node, bit]
         rising.pieces, rising.is_reading = pieces, True
         self._context.tiers[rising.tier - 1].speed.began(now_ns)
-        job = ReadJob(id=self._context.new_id(), tier=rising.tier, record=self._record(node, bit), pieces=pieces)
+        job = ReadJob(id=self._context.new_id(), tier=rising.tier, record=self._lower.record(node, bit), pieces=pieces)
         self._reading[job.id] = (node, bit)
         self._context.jobs.append(job)
 
-    def probe(self, tier: int, keys: Iterable[tuple[Node, int]], now_ns: int) -> None:
+    def probe(self, tier: int, keys: Iterable[Part], now_ns: int) -> None:
         """Read a few objects that nobody waits for, to know how fast the tier is. Only an idle tier, only free room."""
         if self._planner.tier_in_flight_bytes(tier):
             return
@@ -155,7 +117,7 @@ class Staging:
             self._residency.pin(node)
             self._start(node, bit, pieces, now_ns)
 
-    def read(self, job: ReadJob, outcome: Outcome, now_ns: int) -> None:
+    def read(self, job: ReadJob, outcome: Outcome, now_ns: int) -> list[Lease]:
         """A ReadJob ended."""
         node, bit = self._reading.pop(job.id)
         tier = self._context.tiers[job.tier - 1]
@@ -164,8 +126,7 @@ class Staging:
         tier.speed.ended(0 if outcome.code else length, now_ns)
         if self._rising[node, bit].is_probe:  # it was to be measured; what is wrong with it is found when it is needed
             self._residency.space.free(job.pieces)
-            self._end(node, bit, "", now_ns)
-            return
+            return self._end(node, bit, "")
         reason = ""
         already = self._residency.arena_mask(node) >> bit & 1
         wanted = self._residency.tier_mask(node, job.tier) >> bit & 1  # not forgotten meanwhile
@@ -186,7 +147,7 @@ class Staging:
                 self._residency.publish(node, bit, job.pieces, length, job.record.checksum)
             for lease in self._rising[node, bit].leases.values():
                 lease.staged_bytes += length
-        self._end(node, bit, reason, now_ns)
+        return self._end(node, bit, reason)
 
     def _read_failed(self, job: ReadJob, code: str, node: Node, bit: int, now_ns: int) -> str:
         """What cannot be read is dropped, or it would be found, and not saved anew, for ever. Only where the whole tier
@@ -204,10 +165,11 @@ class Staging:
         else:
             return reason
         self._residency.drop(node, bit, job.tier)
-        self._remove(job.tier, [job.record.key])
+        self._lower.remove(job.tier, [job.record.key])
         return reason
 
-    def _end(self, node: Node, bit: int, reason: str, now_ns: int) -> None:
+    def _end(self, node: Node, bit: int, reason: str) -> list[Lease]:
+        """An object is up, or will not come. The leases that awaited nothing else."""
         rising = self._rising.pop((node, bit))
         has_left = not self._residency.tier_mask(node, rising.tier) >> bit & 1
         for lease in rising.leases.values():
@@ -216,11 +178,10 @@ class Staging:
             lease.may_aim_lower |= bool(reason) and has_left
             if not reason:
                 lease.staged.add(node)
-            if not lease.awaited:
-                self._on_end(lease, now_ns)
         self._residency.unpin(node)
+        return [lease for lease in rising.leases.values() if not lease.awaited]
 
-    def forget(self, lease: Lease, still: frozenset[tuple[Node, int]] = frozenset()) -> None:
+    def forget(self, lease: Lease, still: frozenset[Part] = frozenset()) -> None:
         """The lease no longer waits, but for `still`: what nobody else waits for is given up."""
         for key in lease.awaited - still:
             rising = self._rising[key]

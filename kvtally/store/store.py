@@ -1,9 +1,9 @@
 """The store's logic as one object without I/O: messages, outcomes and time go in, messages and jobs come out.
 
-Owns sessions, the handshake's content, dispatch, stats and the order of events; reading is `lookups` and `leases`,
-writing is `writes`, receipts are `receipts`, the index is `core.residency`. The shell (`server`, `mover`) and the
-simulator drive it in the same way, which is why a whole node can be run from a seed. Single-threaded: the event loop's
-thread owns it.
+Owns sessions, the handshake's content, dispatch, stats and the order of events. The parts are `lookups` and `leases`
+(reading), `puts` and `lower` (writing), `receipts`, `resets`, and the index, `core.residency`; they know those to their
+right, and nothing calls back. The shell (`server`, `mover`) and the simulator drive it in the same way, which is why a
+whole node can be run from a seed. Single-threaded: the event loop's thread owns it.
 
     shell ──handle / disconnect / writer_gone / tick / job_done──▶ Store ──take_outbox / take_jobs──▶ shell
 """
@@ -19,17 +19,18 @@ import msgspec
 
 from kvtally.core.checksum import ALGORITHM
 from kvtally.core.namespace import FORMAT_VERSION, Namespace, canonical, decode, difference
-from kvtally.core.residency import ARENA, ChainConflict, Node, Residency, each_bit
+from kvtally.core.residency import ARENA, Residency, each_bit
 from kvtally.core.space import round_up
 from kvtally.errors import CapacityError
 from kvtally.store.context import Context, Prefetched, Session, TierInfo, TierState
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, WriteJob
 from kvtally.store.leases import Leases
 from kvtally.store.lookups import Lookups
+from kvtally.store.lower import LowerTiers
+from kvtally.store.puts import Puts
 from kvtally.store.receipts import ReceiptDesk
 from kvtally.store.resets import MOST_OF_CLIENT, ResetEnd, Resets
 from kvtally.store.tiers.base import ObjectRecord
-from kvtally.store.writes import Writes
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import (
     PROTOCOL_VERSION,
@@ -85,10 +86,11 @@ class Store:
         residency = Residency(arena_bytes, len(tiers))
         self._residency = residency
         self._context = Context(residency, limits, [TierState(info) for info in tiers])
-        self._writes = Writes(self._context, self._changed)
-        self._resets = Resets(self._context, self._writes)
-        self._leases = Leases(self._context, self._writes.record, self._writes.remove)
-        self._lookups = Lookups(self._context, self._leases, self._learn)
+        self._lower = LowerTiers(self._context)
+        self._puts = Puts(self._context, self._lower)
+        self._resets = Resets(self._context, self._puts, self._lower)
+        self._leases = Leases(self._context, self._lower)
+        self._lookups = Lookups(self._context, self._leases, self._lower)
         self._receipts = ReceiptDesk(self._context)
         self._last_session = 0
 
@@ -113,13 +115,13 @@ class Store:
         self._receipts.disconnect(session)
         self._lookups.disconnect(session)
         self._leases.disconnect(session, now_ns)
-        self._writes.disconnect(session, now_ns)
+        self._puts.disconnect(session)
         del self._context.sessions[session_id]
-        self._leases.advance(now_ns)
+        self._follow_up(now_ns)
 
     def writer_gone(self, session_id: int, now_ns: int) -> None:
         """The process behind a session is gone for certain: what it might have written to may be used again."""
-        self._writes.writer_gone(session_id)
+        self._puts.writer_gone(session_id)
 
     # ---- requests
 
@@ -130,7 +132,7 @@ class Store:
             self._hello(session, request)
         elif isinstance(request, Lookup | Wanted | SlotsGet | Release | PutBegin | PutEnd):
             self._handle_bytes(session, request, now_ns)
-            self._leases.advance(now_ns)
+            self._follow_up(now_ns)
         elif isinstance(request, ReceiptFile):
             self._receipts.file(session, request, now_ns)
         elif isinstance(request, ReceiptGet):
@@ -161,9 +163,9 @@ class Store:
         elif isinstance(request, Release):
             self._leases.release(session, request, now_ns)
         elif isinstance(request, PutBegin):
-            self._writes.begin(session, request, now_ns)
+            self._puts.begin(session, request, now_ns)
         else:
-            self._writes.end(session, request, now_ns)
+            self._puts.end(session, request, now_ns)
 
     def _hello(self, session: Session, request: Hello) -> None:
         refuse = partial(self._context.refuse, session, request.id)
@@ -211,20 +213,10 @@ class Store:
             return "chunk and alignment must be at least one token", "Derive them with core.namespace.chunk_tokens."
         if request.expect and request.expect != namespace.digest:
             return self._mismatch(namespace, request.expect)
-        if not self._has_place_for(namespace):
+        if not self._context.has_place_for(namespace):
             message = f"the store already knows {limits.namespaces} namespaces"
             return message, "Restart the store, or reset namespaces that are no longer used (kvtally reset)."
         return None
-
-    def _has_place_for(self, namespace: Namespace) -> bool:
-        """Whether one more namespace may be known. Those of which there is nothing, and nobody is here, make way."""
-        families, most = self._residency.families, self._context.limits.namespaces
-        if namespace.digest not in families and len(families) >= most:
-            here = {session.family for session in self._context.sessions.values()}
-            for digest, family in list(families.items()):
-                if family not in here and len(family.nodes) == 1:  # the root
-                    del families[digest]
-        return namespace.digest in families or len(families) < most
 
     def _mismatch(self, ours: Namespace, expected: bytes) -> tuple[str, str]:
         peer = self._residency.families.get(expected)
@@ -236,10 +228,8 @@ class Store:
     # ---- tiers
 
     def recover(self, tier: int, record: ObjectRecord) -> None:
-        """Before serving: a lower tier holds this object. What the index cannot take in is to be removed there, or it
-        would take room for ever."""
-        if not self._learn(tier, record):
-            self._context.tiers[tier - 1].unremoved[record.key] = None
+        """Before serving: a lower tier holds this object."""
+        self._lower.recover(tier, record)
 
     def probe(self, now_ns: int) -> None:
         """Before serving: have a few objects of each lower tier read, to know how fast it is."""
@@ -249,43 +239,23 @@ class Store:
             keys = ((node, bit) for node in nodes for bit in each_bit(self._residency.tier_mask(node, tier)))
             self._leases.staging.probe(tier, keys, now_ns)
 
-    def _learn(self, tier: int, record: ObjectRecord) -> bool:
-        """Take into the index what a tier holds; False where it does not fit in."""
-        namespace = record.namespace
-        family = self._residency.families.get(namespace.digest)
-        if family is None:
-            if not self._has_place_for(namespace):
-                return False
-            family = self._residency.register(namespace)
-        try:
-            node = self._residency.ensure(family, record.chain, record.parent, record.start_tokens, record.end_tokens)
-        except ChainConflict:
-            self._context.counts.quarantined[self._context.tiers[tier - 1].info.name] += 1
-            return False
-        bit = family.bit(record.group, record.rank)
-        is_foreign = bit >= family.width or record.rank >= family.ranks
-        if is_foreign or self._residency.differs(node, bit, record.length_bytes, record.checksum):
-            self._residency.settle(node)
-            return False
-        self._residency.add(node, bit, tier, record.length_bytes, record.checksum)
-        if not node.used:  # in the order of writing; only its ends matter, so the way up to the root is not walked
-            self._residency.touch((node,))
-        return True
-
     def job_done(self, job: Job, outcome: Outcome, now_ns: int) -> None:
         if isinstance(job, WriteJob):
-            self._writes.written(job, outcome, now_ns)
+            self._lower.written(job, outcome, now_ns)
         elif isinstance(job, ReadJob):
-            self._leases.staging.read(job, outcome, now_ns)
+            self._leases.read(job, outcome, now_ns)
         elif isinstance(job, FindJob):
             self._lookups.found(job, outcome, now_ns)
         else:
-            self._writes.removed(job, outcome)
+            self._lower.removed(job, outcome)
             self._resets.removed(job, outcome)
-        self._leases.advance(now_ns)
+        self._follow_up(now_ns)
 
-    def _changed(self, node: Node, now_ns: int) -> None:
-        self._lookups.changed(node, now_ns)
+    def _follow_up(self, now_ns: int) -> None:
+        """After every event: lookups that waited for what has settled are answered, and leases get on."""
+        for node in self._puts.take_settled():
+            self._lookups.settled(node, now_ns)
+        self._leases.advance(now_ns)
 
     # ---- tools
 
@@ -313,10 +283,11 @@ class Store:
     def reset(self, digest: bytes, now_ns: int, on_end: Callable[[ResetEnd], None] = lambda end: None) -> None:
         """Forget every object of a namespace. `on_end` is called when lower tiers have removed them, or could not."""
         self._resets.begin(self._residency.families[digest], now_ns, on_end)
+        self._follow_up(now_ns)
 
     def tick(self, now_ns: int) -> int | None:
         next_ns = self._context.alarms.run(now_ns)
-        self._leases.advance(now_ns)
+        self._follow_up(now_ns)
         return next_ns
 
     def take_outbox(self) -> list[tuple[int, Reply]]:
@@ -347,7 +318,7 @@ class Store:
                 "used_bytes": residency.space.used_bytes,
                 "objects": residency.resident_objects[ARENA],
                 "evicted": residency.evicted_objects[ARENA],
-                "limbo_bytes": self._writes.limbo_bytes,
+                "limbo_bytes": self._puts.limbo_bytes,
                 "staging_bytes": self._leases.planner.in_flight_bytes,
                 "held_bytes": sum(self._leases.planner.held_bytes),
             },
@@ -434,7 +405,7 @@ class Store:
         self._residency.check()
         self._lookups.check()
         self._leases.check()
-        in_flight = self._writes.open_pieces() + self._leases.staging.pieces()
+        in_flight = self._puts.open_pieces() + self._leases.staging.pieces()
         owned = self._residency.owned_pieces() + in_flight
         owned.sort()
         for before, after in pairwise(owned):

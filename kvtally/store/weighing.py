@@ -12,8 +12,9 @@ from kvtally.core.hits import Hit
 from kvtally.core.prefetch import Option, Planner
 from kvtally.core.residency import ARENA, Node, each_bit
 from kvtally.store.context import Context
+from kvtally.store.lease import Lease, Part
 from kvtally.store.needs import hit_of, needs_of, path_of
-from kvtally.store.staging import Lease, Staging
+from kvtally.store.staging import Staging
 
 MOST_OPTIONS = 32  # boundaries that are weighed against computing
 
@@ -28,7 +29,7 @@ class Costs:
 
 
 class Weighing:
-    def __init__(self, context: Context, planner: Planner[tuple[Node, int]], staging: Staging) -> None:
+    def __init__(self, context: Context, planner: Planner[Part], staging: Staging) -> None:
         self._context = context
         self._residency = context.residency
         self._planner = planner

@@ -281,7 +281,7 @@ class Node:
 
     def write(self, pieces: list[int], data: bytes) -> None:
         """Write to a slot. Nobody else may own it while its writer might still do this."""
-        owned = self.store._writes.open_pieces()
+        owned = self.store._puts.open_pieces()
         position = 0
         for offset, length in zip(pieces[::2], pieces[1::2], strict=True):
             mine = any(p.offset <= offset and offset + length <= p.offset + p.length for p in owned)

@@ -154,7 +154,7 @@ def half_way(bench: Bench) -> Iterator[subprocess.Popen[str]]:
 
 def slot_of_the_writer(running: Running) -> list[Piece]:
     """The one slot that is being written to, or might be."""
-    return running.call(running.server.hub.store._writes.open_pieces)
+    return running.call(running.server.hub.store._puts.open_pieces)
 
 
 def bytes_at(running: Running, pieces: list[Piece]) -> bytes:

@@ -13,9 +13,9 @@ from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.errors import KVTallyError
 from kvtally.store.context import TierInfo
 from kvtally.store.jobs import Job, Outcome, ReadJob, RemoveJob, WriteJob
+from kvtally.store.lower import MOST_ATTEMPTS
 from kvtally.store.tiers.base import NoRoomError, ObjectRecord
 from kvtally.store.tiers.disk import DiskTier
-from kvtally.store.writes import MOST_ATTEMPTS
 from kvtally.testing.tiers import MemoryDevice
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import (
