@@ -10,7 +10,7 @@ import pytest
 
 from kvtally import link
 from kvtally.client import StoreClient
-from kvtally.router import app, stores, upstream
+from kvtally.router import app, receipts, upstream
 from kvtally.store.server import StoreServer
 from tests.unit.shell import Bench
 from tests.waiting import HANG_S, Clock
@@ -29,8 +29,8 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "HANDSHAKE_NS", int(HANG_S * 1e9))
     monkeypatch.setitem(StoreClient.__init__.__kwdefaults__, "timeout_s", HANG_S)
     monkeypatch.setitem(StoreServer.__init__.__kwdefaults__, "hello_timeout_s", HANG_S)
-    monkeypatch.setattr(stores, "HANDSHAKE_S", HANG_S)
-    monkeypatch.setattr(stores, "ANSWER_SLACK_S", HANG_S)
+    monkeypatch.setattr(receipts, "HANDSHAKE_S", HANG_S)
+    monkeypatch.setattr(receipts, "ANSWER_SLACK_S", HANG_S)
     monkeypatch.setattr(upstream, "CONNECT_S", HANG_S)
     monkeypatch.setattr(app, "FIRST_TRY_S", HANG_S)
 

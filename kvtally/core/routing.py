@@ -8,7 +8,7 @@ give equal answers.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -40,19 +40,13 @@ def prints_of(root: bytes, parts: Sequence[bytes | memoryview]) -> list[Print]:
     depends only on their position and on where parts end: a conversation has those of its beginning, some turns on.
     """
     ends = list(accumulate(map(len, parts)))
-    boundaries = deque(sorted({*_steps(ends[-1] if ends else 0), *ends[-PARTS:]}))
+    whole = parts[0] if len(parts) == 1 else b"".join(parts)  # a single part may be large: it is not copied
     hasher = blake3(root)
-    prints: list[Print] = []
-    position = 0
-    for whole, end in zip(parts, ends, strict=True):
-        part = memoryview(whole)
-        while boundaries and boundaries[0] <= end:
-            boundary = boundaries.popleft()
-            hasher.update(part[: boundary - position])
-            prints.append(Print(boundary, hasher.digest(DIGEST_BYTES)))
-            part, position = part[boundary - position :], boundary
-        hasher.update(part)
-        position = end
+    prints, start = [], 0
+    for end in sorted({*_steps(len(whole)), *ends[-PARTS:]}):
+        hasher.update(whole[start:end])
+        prints.append(Print(end, hasher.digest(DIGEST_BYTES)))
+        start = end
     return prints
 
 

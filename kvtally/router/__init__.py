@@ -1,23 +1,25 @@
-"""The router: an OpenAI-compatible server before pools of prefill and decode engines.
+"""The router: an OpenAI-compatible server in front of prefill and decode engines.
 
     app.py         the HTTP server: paths, start, stop
-    proxy.py       one request's way: prefill, decode, verdict
-    intake.py      connections and bodies on their way in, and the room they may take
-    trip.py        one request: what came, what is known of it, what became of it
-    body.py        what a request's body says, what is taken out of it, and what each leg gets
+    intake.py      connections and bodies on their way in, and the room that they may take
+    proxy.py       one request's way, from its arrival to its log line
+    exchange.py    one request's state
+    body.py        what a body says, what is taken out of it, and what each leg is sent
     elements.py    how many elements a body has, counted before they are built
     headers.py     which headers pass, and the router's own
+    prefill.py     whether prefill is asked, and what comes of it
     flavours/      what each kind of hand-off needs, one small class each
-    pool.py        instances: health, load, draining
-    engines.py     one leg to one instance, and how it fails
+    fleet.py       the instances: health, load, draining
+    legs.py        one request to one instance, and how that fails
     upstream.py    HTTP towards engines
+    receipts.py    reading receipts from stores
+    judging.py     what a receipt proves, what strict mode refuses, what the router learns
     relay.py       bytes towards the client, and how an answer ends
-    stores.py      reading receipts from stores
-    tally.py       matching halves; counters, the last receipts
+    book.py        counters and the last records
     requestlog.py  one line for each request
     metrics.py     the counters as Prometheus text
     tenants.py     the salt that keeps tenants' caches apart
 
-Never imports the store or the engine's connector. Threading: one event loop, a thread that
-writes the request log, and one that takes large bodies apart.
+Never imports the store or the engine's connector. Threading: one event loop, a thread that writes the request log, and
+one that takes large bodies apart.
 """

@@ -36,14 +36,15 @@ from kvtally.config import RouterConfig
 from kvtally.config.units import is_loopback, split_address
 from kvtally.connection import endpoint
 from kvtally.errors import ConfigError, RouteError
+from kvtally.router.book import Book
 from kvtally.router.flavours import FLAVOURS
+from kvtally.router.fleet import Fleet
 from kvtally.router.intake import Handler, Intake, Server
-from kvtally.router.metrics import Sources, render
-from kvtally.router.pool import Pool
+from kvtally.router.metrics import Known, render
+from kvtally.router.prefill import Prefill
 from kvtally.router.proxy import Proxy, error_response
+from kvtally.router.receipts import ReceiptReader
 from kvtally.router.requestlog import RequestLog
-from kvtally.router.stores import StoreReader
-from kvtally.router.tally import Tally
 from kvtally.router.tenants import Tenants, load_secret
 
 logger = logging.getLogger(__name__)
@@ -77,13 +78,13 @@ _CONTROL = frozenset(
 class Router:
     """A running router."""
 
-    def __init__(self, config: RouterConfig, proxy: Proxy, sources: Sources, intake: Intake) -> None:
+    def __init__(self, config: RouterConfig, proxy: Proxy, known: Known, intake: Intake) -> None:
         self.port = 0  # set when it listens
         self.stopping = asyncio.Event()
         self.intake = intake
         self._config = config
         self._proxy = proxy
-        self._sources = sources
+        self.known = known
         self._handlers: dict[tuple[str, str], Handler] = {
             ("POST", "/v1/completions"): proxy.complete,
             ("POST", "/v1/chat/completions"): proxy.complete,
@@ -129,9 +130,9 @@ class Router:
 
     async def _health(self, request: web.BaseRequest) -> web.Response:
         """200 while requests can be answered at all; `degraded` where they cannot be answered as configured."""
-        members = self._sources.pool.members.values()
+        members = self.known.fleet.members.values()
         status = "ok" if all(member.is_up for member in members) else "degraded"
-        if not any(member.is_up and not member.is_draining for member in self._sources.pool.decode.members):
+        if not any(member.is_up and not member.is_draining for member in self.known.fleet.decode.members):
             status = "down"
         if self.stopping.is_set():
             status = "stopping"
@@ -139,28 +140,28 @@ class Router:
         return _json(tree, 200 if status in ("ok", "degraded") else 503)
 
     async def _metrics(self, request: web.BaseRequest) -> web.Response:
-        return web.Response(body=render(self._sources), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=render(self.known), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _instances(self, request: web.BaseRequest) -> web.Response:
-        pool = self._sources.pool
+        fleet = self.known.fleet
         rows = [
             {
                 "instance": member.name,
                 "roles": [
-                    role for role, of in (("prefill", pool.prefill), ("decode", pool.decode)) if member in of.members
+                    role for role, of in (("prefill", fleet.prefill), ("decode", fleet.decode)) if member in of.members
                 ],
                 "state": member.state,
                 "problem": member.problem,
                 "requests": member.legs,
                 "store": member.instance.store,
             }
-            for member in pool.members.values()
+            for member in fleet.members.values()
         ]
-        stores = {address: reader.problem or "ok" for address, reader in self._sources.readers.items()}
+        stores = {address: reader.problem or "ok" for address, reader in self.known.readers.items()}
         return _json({"instances": rows, "stores": stores, "flavour": self._config.flavour})
 
     def _receipt(self, ticket: str) -> web.Response:
-        record = self._sources.tally.find(ticket)
+        record = self.known.book.find(ticket)
         if record is None:
             return _refused(404, "no receipt by this id", "Old ones are forgotten.")
         return _json(record.tree())
@@ -173,15 +174,15 @@ class Router:
                 return refusal
         text = request.query.get("last", "")[:9]  # more digits are no larger a number of receipts
         count = int(text) if text.isascii() and text.isdecimal() else DEFAULT_RECEIPTS
-        return _json([record.tree() for record in self._sources.tally.last(min(count, MOST_RECEIPTS))])
+        return _json([record.tree() for record in self.known.book.last(min(count, MOST_RECEIPTS))])
 
     async def _drain(self, request: web.BaseRequest, *, is_draining: bool) -> web.Response:
         refusal = self._refusal(request)
         if refusal is not None:
             return refusal
-        member = self._sources.pool.find(request.query.get("instance", ""))
+        member = self.known.fleet.find(request.query.get("instance", ""))
         if member is None:
-            names = ", ".join(self._sources.pool.members)
+            names = ", ".join(self.known.fleet.members)
             return _refused(404, "no such instance", f"One of: {names}.")
         member.is_draining = is_draining
         logger.info("instance %s is %s", member.name, member.state)
@@ -204,12 +205,12 @@ class Router:
 @contextlib.asynccontextmanager
 async def running(config: RouterConfig, *, log_descriptor: int = 1, stop_s: float = STOP_S) -> AsyncIterator[Router]:
     """A router that listens; it stops when the context is left."""
-    pool = Pool(config.prefill, config.decode, timeout_s=config.timeout_s)
-    has_receipts = FLAVOURS[config.flavour].has_receipts
-    addresses = sorted({member.instance.store for member in pool.decode.members}) if has_receipts else []
+    fleet = Fleet(config.prefill, config.decode, timeout_s=config.timeout_s)
+    flavour = FLAVOURS[config.flavour]
+    addresses = sorted({member.instance.store for member in fleet.decode.members}) if flavour.has_receipts else []
     readers = {
         # A name that leads nowhere yet is looked up again: the router serves without a store, too.
-        address: StoreReader(endpoint(address, token=config.token, ca_file=config.store_ca, must_resolve=False))
+        address: ReceiptReader(endpoint(address, token=config.token, ca_file=config.store_ca, must_resolve=False))
         for address in addresses
     }
     tenants = Tenants(load_secret(Path(config.salt_file)), header=config.tenant_header)
@@ -218,23 +219,23 @@ async def running(config: RouterConfig, *, log_descriptor: int = 1, stop_s: floa
         stack.callback(listener.close)
         log = stack.enter_context(RequestLog(log_descriptor))
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        tally = Tally(log.write)
-        intake = Intake(max_body_bytes=config.max_body_bytes)
+        book = Book(log.write)
         large = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="large bodies"))
+        intake = Intake(max_body_bytes=config.max_body_bytes, large=large)
         proxy = Proxy(
             config,
-            pool=pool,
+            flavour=flavour,
+            fleet=fleet,
             readers=readers,
-            tally=tally,
+            book=book,
             tenants=tenants,
-            session=session,
+            prefill=Prefill(config, flavour, fleet, book, session),
             intake=intake,
-            large=large,
         )
-        router = Router(config, proxy, Sources(tally, pool, readers, lambda: log.lost), intake)
-        watching = asyncio.create_task(_watch(pool, readers, session, proxy))
+        router = Router(config, proxy, Known(book, fleet, readers, lambda: log.lost), intake)
+        watching = asyncio.create_task(_watch(fleet, readers, session, proxy))
         watching.add_done_callback(lambda _: router.stopping.set())  # without it, nothing here can be relied on
-        stack.push_async_callback(_end, watching, pool)
+        stack.push_async_callback(_end, watching, fleet)
         runner = web.ServerRunner(router.server, shutdown_timeout=stop_s)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
@@ -280,21 +281,21 @@ async def _serve(config: RouterConfig, on_ready: Callable[[], None]) -> None:
         logger.info("stopping: streams may end within %g s; a second signal cuts them", STOP_S)
 
 
-async def _watch(pool: Pool, readers: dict[str, StoreReader], session: aiohttp.ClientSession, proxy: Proxy) -> None:
+async def _watch(fleet: Fleet, readers: dict[str, ReceiptReader], session: aiohttp.ClientSession, proxy: Proxy) -> None:
     """All that goes on beside requests, until cancelled."""
     async with asyncio.TaskGroup() as group:
-        group.create_task(pool.sweep())
+        group.create_task(fleet.sweep())
         for reader in readers.values():
             group.create_task(reader.run())
-        for member in pool.members.values():
-            group.create_task(pool.watch(member, session, proxy.restarted))
+        for member in fleet.members.values():
+            group.create_task(fleet.watch(member, session, proxy.restarted))
 
 
-async def _end(watching: asyncio.Task[None], pool: Pool) -> None:
+async def _end(watching: asyncio.Task[None], fleet: Fleet) -> None:
     watching.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await watching
-    for member in pool.members.values():
+    for member in fleet.members.values():
         member.client.close()
 
 

@@ -6,7 +6,7 @@
 Owns every limit on what clients send before it is a request. Nothing is reserved in advance: a body counts for the
 bytes that have come, so a client that only announces one takes nothing from others. When the room is full, the largest
 body that is still arriving makes way, and not the one that came last. Neighbours: `app` (connections), `proxy`
-(requests). Threading: the event loop's.
+(requests), `body` (takes bodies apart). Threading: the event loop, and one thread for large bodies.
 """
 
 from __future__ import annotations
@@ -16,20 +16,25 @@ import resource
 import zlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from kvtally.errors import RouteError
+from kvtally.router import body as bodies
+from kvtally.router.body import Understood
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 MOST_REQUESTS = 10_000  # whole ones, at once
 MOST_BODIES_BYTES = 1 << 30  # of requests that decode has not begun to answer, and of bodies still arriving
 MOST_WAITING = 8_192  # connections without a whole request
-BODY_S = 10.0  # the longest silence in a body, and how long its first bytes may take
-SLOWEST_BYTES_S = 16 * 1024  # a body must come at this rate, once BODY_S are over
+LARGE_BYTES = 256 * 1024  # bodies above this are taken apart in a thread
+BODY_S = 10.0  # the longest pause in a body
+SLOWEST_BYTES_S = 16 * 1024  # the lowest rate at which a body may come, once BODY_S are over
 PIECE_BYTES = 1 << 20  # unpacked at a time
 
 
@@ -45,10 +50,11 @@ class Body:
 
 
 class Intake:
-    """What all connections and bodies share."""
+    """The room that all connections and bodies share."""
 
-    def __init__(self, *, max_body_bytes: int) -> None:
+    def __init__(self, *, max_body_bytes: int, large: Executor) -> None:
         self.requests = 0
+        self._large = large  # a single thread
         self._max_body_bytes = max_body_bytes
         self._bodies_bytes = 0
         self._arriving: set[Body] = set()
@@ -59,7 +65,7 @@ class Intake:
     # ---- connections
 
     def waits(self, connection: RequestHandler) -> None:
-        """A connection has no whole request now. Where too many have none, the one that waits longest is closed."""
+        """This connection has no whole request now. If too many have none, the one that waits longest is closed."""
         if connection.transport is None:
             return
         self._waiting[connection] = None
@@ -87,8 +93,19 @@ class Intake:
             raise self._full()
         return data
 
+    async def understand(self, data: bytes, *, path: str, salt: str, is_generating: bool) -> Understood:
+        """Take a body apart. Raises RouteError where it is not what it should be.
+
+        Large bodies are parsed in a thread, one after the other. Parsing 32 MiB holds Python's lock for up to 150 ms,
+        in steps of a few ms. In one thread the event loop gets its turn after each step; several threads would make it
+        wait for all of them."""
+        work = partial(bodies.understand, data, path=path, salt=salt, is_generating=is_generating)
+        if len(data) <= LARGE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._large, work)
+
     def let_go(self, body: Body) -> None:
-        """Decode has begun to answer, or nobody will: nobody needs the body any more."""
+        """Nobody needs the body any more."""
         self._resize(body, 0)
 
     def leave(self, request: web.BaseRequest, body: Body) -> None:
@@ -100,13 +117,15 @@ class Intake:
     async def _read(self, request: web.BaseRequest, body: Body) -> bytes:
         if (request.content_length or 0) > self._max_body_bytes:
             raise self._too_large()
-        packed = _Packed(request.headers.get("Content-Encoding", "identity").strip().lower())
-        self._arriving.add(body)
+        packed = _Packed(request.headers.get("Content-Encoding", "identity"))
         try:
+            if packed.is_plain and request.content.is_eof():  # all of it is here, as most bodies are
+                data = await request.content.readany()
+                self._grow(body, len(data))
+                return data
+            self._arriving.add(body)
             if "Expect" in request.headers and request.version >= (1, 1):
                 await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            if request.content.is_eof() and packed.is_plain:
-                return await self._collect(request, body, packed)  # it is here: a deadline would only cost time
             async with asyncio.timeout(BODY_S) as body.deadline:
                 return await self._collect(request, body, packed)
         except TimeoutError as error:
@@ -128,11 +147,7 @@ class Intake:
         first, data = b"", bytearray()
         while part := await request.content.readany():
             for piece in packed.unpack(part):
-                self._resize(body, body.size_bytes + len(piece))
-                if body.size_bytes > self._max_body_bytes:
-                    raise self._too_large()
-                if self._bodies_bytes > MOST_BODIES_BYTES:
-                    self._make_room(body)
+                self._grow(body, len(piece))
                 if not first:
                     first = piece  # most bodies are one piece, and need no copy
                 else:
@@ -145,10 +160,18 @@ class Intake:
         packed.end()
         return first + data if data else first
 
+    def _grow(self, body: Body, size_bytes: int) -> None:
+        """So many bytes more have come. Raises RouteError where they are too many, or find no room."""
+        self._resize(body, body.size_bytes + size_bytes)
+        if body.size_bytes > self._max_body_bytes:
+            raise self._too_large()
+        if self._bodies_bytes > MOST_BODIES_BYTES:
+            self._make_room(body)
+
     def _make_room(self, body: Body) -> None:
         """The largest body that is still arriving makes way. Raises RouteError KV-707 where that is this one."""
-        largest = max(self._arriving, key=lambda other: other.size_bytes)
-        if largest is body or largest.deadline is None:
+        largest = max(self._arriving, key=lambda other: other.size_bytes, default=body)
+        if largest.size_bytes <= body.size_bytes or largest.deadline is None:
             raise self._full()
         largest.is_displaced = True
         largest.deadline.reschedule(asyncio.get_running_loop().time())
@@ -173,9 +196,10 @@ class Intake:
 
 
 class _Packed:
-    """A body that may be compressed, unpacked a piece at a time: nothing that is refused is ever unpacked."""
+    """Unpacks a body that may be compressed, a piece at a time, so that nothing is unpacked beyond the limit."""
 
     def __init__(self, encoding: str) -> None:
+        encoding = encoding.strip().lower()
         self.is_plain = encoding in ("", "identity")
         self._encoding = encoding
         self._inflate: zlib._Decompress | None = None
@@ -188,12 +212,12 @@ class _Packed:
             )
 
     def unpack(self, part: bytes) -> Iterator[bytes]:
-        """Raises zlib.error where it cannot be unpacked."""
+        """Raises zlib.error for bytes that are not compressed data."""
         if self.is_plain:
             yield part
             return
         if self._inflate is None:
-            # Some clients mean bare deflate, some that in zlib's wrapping, whose first four bits are always 8.
+            # Some clients send bare deflate, others wrap it as zlib does: then the first byte's low four bits are 8.
             bare = self._encoding == "deflate" and part[0] & 0xF != 8
             gzip = self._encoding != "deflate"
             self._inflate = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | (16 if gzip else 0))
@@ -207,7 +231,7 @@ class _Packed:
                 yield piece
 
     def end(self) -> None:
-        """Raises zlib.error where something is missing."""
+        """Raises zlib.error if the compressed data is not complete."""
         if self._inflate is not None and not self._inflate.eof:
             raise zlib.error("its compressed data breaks off")
 

@@ -1,4 +1,4 @@
-"""The router's metrics: a table of names, kinds and help texts, and where each is read. Counts nothing itself."""
+"""The router's metrics: a table of names, kinds and help texts, and where each value is read. Counts nothing itself."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvtally.router.pool import Pool
-from kvtally.router.stores import StoreReader
-from kvtally.router.tally import Tally
+from kvtally.router.book import Book
+from kvtally.router.fleet import Fleet
+from kvtally.router.receipts import ReceiptReader
 
 Sample = tuple[tuple[str, ...], float]
 
 
-class Sources(NamedTuple):
-    """What metrics are read from."""
+class Known(NamedTuple):
+    """Everything that the router knows and tells: in its metrics, and on its own paths."""
 
-    tally: Tally
-    pool: Pool
-    readers: dict[str, StoreReader]
-    unwritten: Callable[[], int]
+    book: Book
+    fleet: Fleet
+    readers: dict[str, ReceiptReader]  # by the store's address
+    lost_lines: Callable[[], int]
 
 
 class Entry(NamedTuple):
@@ -30,7 +30,7 @@ class Entry(NamedTuple):
     kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
     help: str
     labels: tuple[str, ...]
-    samples: Callable[[Sources], Iterable[Sample]]
+    samples: Callable[[Known], Iterable[Sample]]
 
     @property
     def exported_name(self) -> str:
@@ -48,77 +48,77 @@ METRICS: tuple[Entry, ...] = (
         COUNTER,
         "Responses by what was proved of their reuse.",
         ("verdict",),
-        lambda at: _by_label(at.tally.verdicts),
+        lambda at: _by_label(at.book.verdicts),
     ),
     Entry(
         "kvtally_router_requests",
         COUNTER,
         "Requests by the status they ended with; 499: the client left.",
         ("status",),
-        lambda at: (((str(status),), count) for status, count in at.tally.statuses.items()),
+        lambda at: (((str(status),), count) for status, count in at.book.statuses.items()),
     ),
     Entry(
         "kvtally_router_prompt_tokens",
         COUNTER,
         "Prompt tokens by where decode had them from; computed: not reused.",
         ("source",),
-        lambda at: _by_label(at.tally.tokens),
+        lambda at: _by_label(at.book.tokens),
     ),
     Entry(
         "kvtally_router_moved_bytes",
         COUNTER,
         "Bytes that decode instances loaded.",
         (),
-        lambda at: [((), at.tally.moved_bytes)],
+        lambda at: [((), at.book.moved_bytes)],
     ),
     Entry(
         "kvtally_router_prefill_skipped",
         COUNTER,
         "Requests that prefill did not see, by why.",
         ("reason",),
-        lambda at: _by_label(at.tally.skipped),
+        lambda at: _by_label(at.book.skipped),
     ),
     Entry(
         "kvtally_router_retries",
         COUNTER,
         "Legs that were tried again with another instance.",
         ("leg",),
-        lambda at: _by_label(at.tally.retries),
+        lambda at: _by_label(at.book.retries),
     ),
     Entry(
         "kvtally_router_cut",
         COUNTER,
         "Answers that broke off after their first byte.",
         (),
-        lambda at: [((), at.tally.cut)],
+        lambda at: [((), at.book.cut)],
     ),
     Entry(
         "kvtally_router_dropped",
         COUNTER,
         "Fields and headers that clients sent and may not set.",
         ("name",),
-        lambda at: _by_label(at.tally.dropped),
+        lambda at: _by_label(at.book.dropped),
     ),
     Entry(
         "kvtally_router_instance_up",
         GAUGE,
         "Whether an instance is up.",
         ("instance",),
-        lambda at: (((name,), member.is_up) for name, member in at.pool.members.items()),
+        lambda at: (((name,), member.is_up) for name, member in at.fleet.members.items()),
     ),
     Entry(
         "kvtally_router_instance_draining",
         GAUGE,
         "Whether an instance gets no new requests.",
         ("instance",),
-        lambda at: (((name,), member.is_draining) for name, member in at.pool.members.items()),
+        lambda at: (((name,), member.is_draining) for name, member in at.fleet.members.items()),
     ),
     Entry(
         "kvtally_router_instance_requests",
         GAUGE,
         "Requests in flight to an instance.",
         ("instance",),
-        lambda at: (((name,), member.legs) for name, member in at.pool.members.items()),
+        lambda at: (((name,), member.legs) for name, member in at.fleet.members.items()),
     ),
     Entry(
         "kvtally_router_store_connected",
@@ -132,25 +132,25 @@ METRICS: tuple[Entry, ...] = (
         COUNTER,
         "Request log lines dropped because nobody read them.",
         (),
-        lambda at: [((), at.unwritten())],
+        lambda at: [((), at.lost_lines())],
     ),
 )
 
 
-def render(sources: Sources) -> bytes:
+def render(known: Known) -> bytes:
     """Every metric in Prometheus' text format, as of now."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_TallyCollector(sources))
+    registry.register(_Collector(known))
     return generate_latest(registry)
 
 
-class _TallyCollector(Collector):
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
+class _Collector(Collector):
+    def __init__(self, known: Known) -> None:
+        self._known = known
 
     def collect(self) -> Iterator[Metric]:
         for entry in METRICS:
             metric = entry.kind(entry.name, entry.help, labels=entry.labels)
-            for labels, value in entry.samples(self._sources):
+            for labels, value in entry.samples(self._known):
                 metric.add_metric(labels, value)
             yield metric

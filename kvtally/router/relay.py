@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
-from kvtally.router.engines import Started
+from kvtally.router.legs import Started
 
 UNTAKEN_BYTES = 8 * 1024  # below that no write waits for the client, so no deadline is needed
 LAST_WORDS_S = 1.0

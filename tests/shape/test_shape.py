@@ -182,7 +182,7 @@ RULES: dict[Rule, list[tuple[str, str]]] = {
         ("kvtally.store.server", "import kvtally.router.app"),
         ("kvtally.store.server", "from kvtally.client import StoreClient"),
         ("kvtally.router.app", "from kvtally import vllm"),
-        ("kvtally.router.stores", "from kvtally.client import StoreClient"),
+        ("kvtally.router.receipts", "from kvtally.client import StoreClient"),
         ("kvtally.vllm.worker", "def f():\n    from kvtally.store.server import run"),
         ("kvtally.verify.run", "from kvtally.up.file import read"),
         ("kvtally.up.plan", "import kvtally.bench.route"),

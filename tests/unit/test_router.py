@@ -999,7 +999,7 @@ class TestServer:
     def test_health_says_who_is_down_and_sees_it_come_back(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvtally.router.pool.CHECK_S", 0.05)
+        monkeypatch.setattr("kvtally.router.fleet.CHECK_S", 0.05)
 
         async def test() -> None:
             async with kit(tmp_path) as it:
@@ -1018,7 +1018,7 @@ class TestServer:
     def test_an_instance_that_goes_down_ends_the_waits_for_it(
         self, tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvtally.router.pool.CHECK_S", 0.05)
+        monkeypatch.setattr("kvtally.router.fleet.CHECK_S", 0.05)
 
         async def test() -> None:
             async with kit(tmp_path, store=store) as it:
@@ -1036,7 +1036,7 @@ class TestServer:
         self, tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """vLLM sends the head before it has computed anything."""
-        monkeypatch.setattr("kvtally.router.pool.CHECK_S", 0.05)
+        monkeypatch.setattr("kvtally.router.fleet.CHECK_S", 0.05)
 
         async def test() -> None:
             async with kit(tmp_path, store=store, prefill=0, decode=2) as it:
@@ -1058,7 +1058,7 @@ class TestServer:
     def test_the_only_decode_that_goes_down_is_an_error_at_once(
         self, tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvtally.router.pool.CHECK_S", 0.05)
+        monkeypatch.setattr("kvtally.router.fleet.CHECK_S", 0.05)
 
         async def test() -> None:
             async with kit(tmp_path, store=store) as it:

@@ -21,7 +21,7 @@ from kvtally.errors import RouteError
 from kvtally.router import body as bodies
 from kvtally.router import elements, intake
 from kvtally.router.body import Kind
-from kvtally.router.tally import LONGEST_TEXT
+from kvtally.router.book import LONGEST_TEXT
 from tests.unit.router_kit import LONG, PATH, Kit, Reply, a_store, kit, run, until
 from tests.waiting import HANG_S
 

@@ -21,10 +21,11 @@ from kvtally.errors import ConfigError, RouteError
 from kvtally.router import body as bodies
 from kvtally.router import headers as header
 from kvtally.router.body import Kind
+from kvtally.router.book import MOST_REASONS, Book, Record
 from kvtally.router.flavours import FLAVOURS
+from kvtally.router.judging import match, source_of, word
 from kvtally.router.metrics import METRICS
 from kvtally.router.requestlog import MOST_LINES, RequestLog
-from kvtally.router.tally import MOST_REASONS, Record, Tally, match, source_of, word
 from kvtally.router.tenants import Tenants, load_secret
 
 ROOT = Path(__file__).parents[2]
@@ -215,20 +216,20 @@ class TestWords:
         assert Receipt(ticket="t").reason == ""
 
     def test_the_reasons_that_are_counted_are_bounded(self) -> None:
-        tally = Tally(lambda _: None)
+        book = Book(lambda _: None)
         for number in range(3 * MOST_REASONS):
             half = Half(role=Role.DECODE, reason=f"reason-{number}")
-            tally.judged(match(Receipt(ticket="t", decode=half)))
-        assert len(tally.verdicts) == MOST_REASONS + 1
-        assert tally.verdicts["recomputed:other"] == 2 * MOST_REASONS
+            book.judged(match(Receipt(ticket="t", decode=half)))
+        assert len(book.verdicts) == MOST_REASONS + 1
+        assert book.verdicts["recomputed:other"] == 2 * MOST_REASONS
 
     def test_the_book_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvtally.router.tally.BOOK_RECEIPTS", 3)
-        tally = Tally(lambda _: None)
+        monkeypatch.setattr("kvtally.router.book.BOOK_RECEIPTS", 3)
+        book = Book(lambda _: None)
         for number in range(5):
-            tally.keep(Record(ticket=str(number), at_s=0.0, path="/"))
-        assert [record.ticket for record in tally.last(9)] == ["4", "3", "2"]
-        assert tally.find("1") is None
+            book.keep(Record(ticket=str(number), at_s=0.0, path="/"))
+        assert [record.ticket for record in book.last(9)] == ["4", "3", "2"]
+        assert book.find("1") is None
 
 
 class TestSettings:

@@ -18,8 +18,8 @@ from kvtally.config.instances import Instance
 from kvtally.connection import Endpoint, endpoint
 from kvtally.core.receipts import Half, Role
 from kvtally.router import intake, proxy
-from kvtally.router.pool import Member, check
-from kvtally.router.stores import StoreReader
+from kvtally.router.fleet import Member, check
+from kvtally.router.receipts import ReceiptReader
 from tests.unit.fake_vllm import Seen
 from tests.unit.router_kit import LONG, Kit, a_store, kit, run
 from tests.waiting import HANG_S, comes_about
@@ -143,7 +143,7 @@ class TestInstances:
                 while len(engine.seen) < 3:
                     engine.arrived.clear()
                     await engine.arrived.wait()
-                member = it.router._sources.pool.find(engine.name)
+                member = it.router.known.fleet.find(engine.name)
                 assert member is not None
                 member.avoid("a name server was asleep")
                 engine.pause.set()
@@ -170,7 +170,7 @@ class TestInstances:
     ) -> None:
         async def test() -> None:
             async with kit(tmp_path, decode=2, store=store) as it:
-                prefill, members = it.prefill[0], it.router._sources.pool.decode.members
+                prefill, members = it.prefill[0], it.router.known.fleet.decode.members
                 for number, drained in enumerate(members):  # they take turns: one of these was chosen
                     prefill.pause.clear()
                     prefill.arrived.clear()
@@ -201,7 +201,7 @@ class TestSilence:
     @pytest.fixture(autouse=True)
     def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvtally.core.routing.LEAST_SILENCE_S", 0.05)
-        monkeypatch.setattr("kvtally.router.pool.SWEEP_S", 0.02)
+        monkeypatch.setattr("kvtally.router.fleet.SWEEP_S", 0.02)
 
     def test_decode_computes_what_a_silent_prefill_does_not(self, tmp_path: Path, store: str) -> None:
         async def test() -> None:
@@ -250,7 +250,7 @@ class TestSilence:
                 asked = asyncio.create_task(it.ask(f"second {LONG}"))
                 async with asyncio.timeout(HANG_S):
                     await it.prefill[0].arrived.wait()
-                pool = it.router._sources.pool
+                pool = it.router.known.fleet
                 await comes_about(lambda begun_s=pool.awake_s: pool.awake_s > begun_s + 1.0)
                 it.prefill[0].pause.set()
                 assert (await asked).verdict == "proved"
@@ -318,8 +318,8 @@ class TestStrict:
         self, tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As one does that has too many waiting, of requests that were refused and never file."""
-        real = StoreReader.ask
-        monkeypatch.setattr(StoreReader, "ask", lambda reader, ticket, wait_ms: real(reader, ticket, 0))
+        real = ReceiptReader.ask
+        monkeypatch.setattr(ReceiptReader, "ask", lambda reader, ticket, wait_ms: real(reader, ticket, 0))
 
         async def test() -> None:
             async with kit(tmp_path, store=store, strict=True) as it:
@@ -392,7 +392,7 @@ class TestRequests:
         self, tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(proxy, "UNFILED", 0)  # nobody waits for the receipt before the answer, only after it
-        monkeypatch.setattr(StoreReader, "ask", lambda *_: asyncio.get_running_loop().create_future())
+        monkeypatch.setattr(ReceiptReader, "ask", lambda *_: asyncio.get_running_loop().create_future())
 
         async def test() -> None:
             async with kit(tmp_path, store=store, prefill=0) as it:
@@ -445,7 +445,7 @@ def test_every_address_of_a_store_is_tried(tmp_path: Path, store: str) -> None:
     async def test() -> None:
         there = endpoint(store)
         nowhere = endpoint(str(tmp_path / "nobody.sock"))
-        reader = StoreReader(Endpoint(address="two", targets=(*nowhere.targets, *there.targets)))
+        reader = ReceiptReader(Endpoint(address="two", targets=(*nowhere.targets, *there.targets)))
         task = asyncio.create_task(reader.run())
         async with asyncio.timeout(HANG_S):
             await reader.tried.wait()

@@ -17,7 +17,7 @@ from kvtally.client import StoreClient
 from kvtally.connection import Endpoint, check_owner, endpoint
 from kvtally.core.receipts import Half, Role
 from kvtally.errors import ConfigError, IncompatibleError
-from kvtally.router.stores import Answer, StoreReader
+from kvtally.router.receipts import Answer, ReceiptReader
 from kvtally.wire.frames import encode
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import PROTOCOL_VERSION, Greeting, Refused
@@ -29,8 +29,8 @@ HALF = Half(role=Role.DECODE, prompt_tokens=9, tokens_gpu=8, computed_tokens=1)
 
 
 @contextlib.asynccontextmanager
-async def reading(address: str | Endpoint, token: str = "") -> AsyncIterator[StoreReader]:
-    reader = StoreReader(address if isinstance(address, Endpoint) else endpoint(address, token=token))
+async def reading(address: str | Endpoint, token: str = "") -> AsyncIterator[ReceiptReader]:
+    reader = ReceiptReader(address if isinstance(address, Endpoint) else endpoint(address, token=token))
     task = asyncio.create_task(reader.run())
     try:
         yield reader
@@ -40,7 +40,7 @@ async def reading(address: str | Endpoint, token: str = "") -> AsyncIterator[Sto
             await task
 
 
-async def connected(reader: StoreReader) -> None:
+async def connected(reader: ReceiptReader) -> None:
     await comes_about(lambda: not reader.problem)
 
 
@@ -220,7 +220,7 @@ def test_a_store_that_misbehaves_is_no_store(
     tmp_path: Path, says: bytes, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if problem == "store_unreachable":  # which it is, too, when it says nothing
-        monkeypatch.setattr("kvtally.router.stores.HANDSHAKE_S", 0.1)
+        monkeypatch.setattr("kvtally.router.receipts.HANDSHAKE_S", 0.1)
     path = str(tmp_path / "s.sock")
     talks: list[asyncio.StreamWriter] = []
 
@@ -244,7 +244,7 @@ def test_a_store_that_misbehaves_is_no_store(
 def test_a_store_that_stops_answering_does_not_hold_questions_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtally.router.stores.ANSWER_SLACK_S", 0.05)
+    monkeypatch.setattr("kvtally.router.receipts.ANSWER_SLACK_S", 0.05)
 
     async def test() -> None:
         with a_store(tmp_path) as (running, path):

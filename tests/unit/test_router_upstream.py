@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from multidict import CIMultiDict
 
 from kvtally.config.instances import Instance
-from kvtally.router.engines import Failure, Leg, ask
-from kvtally.router.pool import Member
+from kvtally.router.fleet import Member
+from kvtally.router.legs import Failure, Leg, ask
 from kvtally.router.upstream import HIGH_WATER_BYTES, EngineClient, Response, _Connection
 from tests.unit.router_kit import run
 from tests.waiting import HANG_S

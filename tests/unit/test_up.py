@@ -228,7 +228,7 @@ def test_the_router_knows_every_engine_and_its_store() -> None:
 
 def test_a_router_is_ready_whatever_its_engines_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that dies while its only decode engine starts anew, for minutes, must not be given up meanwhile."""
-    monkeypatch.setattr("kvtally.router.pool.CHECK_S", 0.01)
+    monkeypatch.setattr("kvtally.router.fleet.CHECK_S", 0.01)
 
     async def test() -> None:
         async with router_kit.kit(tmp_path, prefill=0) as it:

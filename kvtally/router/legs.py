@@ -1,6 +1,6 @@
-"""Legs: one request to one instance; a failure is a value that says what may be done about it.
+"""Legs: one request to one instance. A failure is a value that says what the caller may do about it.
 
-Neighbours: `proxy` (left), `pool` (which instance, and who wakes waiting legs), `upstream` (how bytes travel).
+Neighbours: `prefill` and `proxy` (left), `fleet` (which instances there are), `upstream` (HTTP).
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from typing import NamedTuple
 
 from multidict import CIMultiDict
 
-from kvtally.router.pool import OUR_FAULT, Member
+from kvtally.router.fleet import OUR_FAULT, Member
 from kvtally.router.upstream import Response
 
-LARGEST_ANSWER_BYTES = 64 << 20  # of prefill, with the token ids of a long prompt
+LARGEST_ANSWER_BYTES = 64 << 20  # of a prefill, which returns the token ids of its prompt
 RETRIED_STATUSES = frozenset({502, 503, 504})
-UNSENT = "connect"  # of a failure: the engine knows nothing of the request
+UNSENT = "connect"  # a failure's reason: the engine never saw the request
 
 
 class Failure(NamedTuple):
-    """A leg that came to nothing before its first byte."""
+    """A leg that failed before its first byte."""
 
     reason: str  # one word, for headers and receipts
     message: str
-    is_final: bool = False  # another instance would hardly do better
+    is_final: bool = False  # trying another instance would not help
 
 
 class Whole(NamedTuple):
@@ -34,25 +34,26 @@ class Whole(NamedTuple):
 
 
 class Started(NamedTuple):
-    """An answer of which the first bytes are here (none: it has no body). To be closed by whoever has it."""
+    """An answer whose first bytes have come (none where it has no body). Its owner must close it."""
 
     response: Response
     first: bytes
 
 
 class Leg(NamedTuple):
-    """What is sent."""
+    """A request to one instance."""
 
     path: str
     headers: CIMultiDict[str]
     body: bytes | None
     method: str = "POST"
-    may_repeat: bool = True  # without being told: it says nothing that must be said once
+    may_repeat: bool = True  # it may be sent again on a new connection, without anybody being told
 
 
 async def start(member: Member, leg: Leg, *, is_last: bool = True) -> Started | Failure:
-    """Send a request and wait for the first bytes of its answer. One that says to ask elsewhere is a failure, unless
-    nobody else will be asked."""
+    """Send a request and wait for the first bytes of its answer.
+
+    A status of 502 to 504 is a failure, unless this `is_last`: then the client gets it."""
     response: Response | None = None
     first: bytes | None = None
     try:
@@ -77,7 +78,7 @@ async def start(member: Member, leg: Leg, *, is_last: bool = True) -> Started | 
 
 
 async def ask(member: Member, leg: Leg) -> Whole | Failure:
-    """Send a request and wait for all of its answer."""
+    """Send a request and wait for its whole answer."""
     started = await start(member, leg)
     if isinstance(started, Failure):
         return started
@@ -97,11 +98,11 @@ async def ask(member: Member, leg: Leg) -> Whole | Failure:
 def _late(member: Member, error: TimeoutError) -> Failure:
     if not member.is_up:
         return Failure("down", f"{member.name} did not answer: {error}")
-    return Failure("timeout", f"{member.name} did not answer: {error}", is_final=True)  # nobody waits twice as long
+    return Failure("timeout", f"{member.name} did not answer: {error}", is_final=True)  # once is long enough
 
 
 async def read_on(started: Started, limit_bytes: int) -> Started:
-    """With the whole body, or all until it was longer than this. Raises OSError where it breaks off."""
+    """Read the rest of the body, or until it is longer than the limit. Raises OSError if it breaks off."""
     parts, size_bytes = [started.first], len(started.first)
     while size_bytes <= limit_bytes and (part := await started.response.read()):
         parts.append(part)

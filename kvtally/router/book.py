@@ -1,16 +1,11 @@
-"""The tally: matching the halves of a receipt, and what is known of requests afterwards.
+"""The book: one record for each request, the last of them kept, and the counters behind `/metrics`.
 
-    prefill's answer ─▶ half ─┐
-    decode's store ──▶ half ─┴▶ match ─▶ Matched ─▶ headers of the response; strict: refuse
-                                              └────▶ Tally: counters, the last receipts, one log line
-
-Owns the verdict's words, the counters and the bounded book of the last requests. Nothing here waits.
-Neighbours: `proxy` (left), `metrics` and `app` (read).
+Owns the records and the counters, and bounds both: whatever clients and engines say is cut before it is kept. Nothing
+here waits. Neighbours: `proxy` (writes), `metrics` and `app` (read), `judging` (the verdicts that are counted).
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -18,58 +13,21 @@ from functools import lru_cache
 
 import msgspec
 
-from kvtally.core.receipts import PLACES, Half, Receipt, Verdict
+from kvtally.core.receipts import PLACES, Half, Receipt
+from kvtally.router.judging import Matched
 
 BOOK_RECEIPTS = 10_000
-MOST_REASONS = 64  # distinct ones that are counted by name
-LONGEST_TEXT = 256  # of anything that clients or engines say, in the book and in the log
-
-_NOT_A_WORD = re.compile(r"[^a-z0-9_.-]+")
-
-
-class Matched(msgspec.Struct, frozen=True, kw_only=True):
-    """What a receipt proves."""
-
-    receipt: Receipt
-    verdict: Verdict
-    reason: str = ""  # one word: why less than everything was proved
-
-    @property
-    def words(self) -> str:
-        """As headers and counters have it: `proved`, `short`, `missing`, `local`, `recomputed:<reason>`."""
-        return f"{self.verdict}:{self.reason}" if self.verdict is Verdict.RECOMPUTED else str(self.verdict)
-
-
-def match(receipt: Receipt, *, note: str = "", why_missing: str = "") -> Matched:
-    """Judge a receipt. `note` says why prefill's half is not there though it was wanted, `why_missing` why decode's
-    is not; either is nearer to the cause than what an engine can say."""
-    verdict = receipt.verdict
-    if verdict is Verdict.PROVED or (verdict is Verdict.LOCAL and receipt.prefill is None):
-        return Matched(receipt=receipt, verdict=verdict)
-    if verdict is Verdict.MISSING:
-        return Matched(receipt=receipt, verdict=verdict, reason=word(why_missing or "not_filed"))
-    return Matched(receipt=receipt, verdict=verdict, reason=word(note or receipt.reason))
-
-
-def word(text: str) -> str:
-    """Fit for a header and a label, whatever an engine says."""
-    return _NOT_A_WORD.sub("_", text.lower())[:48].strip("_") or "unknown"
-
-
-def source_of(half: Half | None) -> str:
-    """Where reused tokens came from: `gpu:20,host:79`."""
-    if half is None:
-        return "unknown"
-    return ",".join(f"{place}:{tokens}" for place, tokens in half.sources.items()) or "none"
+MOST_REASONS = 64  # verdicts counted by name; the others are counted together
+LONGEST_TEXT = 256  # characters of anything that a client or an engine said
 
 
 def clipped(text: str) -> str:
-    """Fit to be kept and logged, whatever bytes somebody sent: short, and UTF-8."""
+    """Make a text fit to be kept and logged, whatever bytes it was made of: short, and valid UTF-8."""
     return text[:LONGEST_TEXT] if text.isascii() else text[:LONGEST_TEXT].encode("utf-8", "replace").decode()
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """One request, as the log line and /receipts tell it."""
+    """One request, as its log line and `/receipts` show it."""
 
     ticket: str
     at_s: float
@@ -79,7 +37,7 @@ class Record(msgspec.Struct, kw_only=True):
     verdict: str = ""
     reason: str = ""
     source: str = ""
-    prefill: str = ""  # instance, or why none
+    prefill: str = ""  # the instance, or why there is none
     decode: str = ""
     retries: int = 0
     prefill_ms: float = 0.0
@@ -120,7 +78,7 @@ class Record(msgspec.Struct, kw_only=True):
         return msgspec.json.encode(tree) + b"\n"
 
     def tree(self) -> dict[str, object]:
-        """For /receipts: both halves, the way `kvtally receipts --json` shows them, and what the router knows."""
+        """For `/receipts`: both halves, as `kvtally receipts --json` shows them, and the request's route."""
         halves = (
             {"prefill": None, "decode": None}
             if self.receipt is None
@@ -150,8 +108,8 @@ class Record(msgspec.Struct, kw_only=True):
         }
 
 
-class Tally:
-    """Counters and the last records. `log` gets each request's line."""
+class Book:
+    """Counters and the last records. `log` gets a line for each request."""
 
     def __init__(self, log: Callable[[bytes], None]) -> None:
         self.verdicts: Counter[str] = Counter()
@@ -159,14 +117,14 @@ class Tally:
         self.skipped: Counter[str] = Counter()
         self.retries: Counter[str] = Counter()  # by leg
         self.dropped: Counter[str] = Counter()  # fields and headers that clients may not set
-        self.tokens: Counter[str] = Counter()  # prompt tokens, by where they came from; `computed` too
+        self.tokens: Counter[str] = Counter()  # prompt tokens by source; `computed` is one
         self.moved_bytes = 0
         self.cut = 0  # answers that broke off after their first byte
         self._log = log
-        self._book: OrderedDict[str, Record] = OrderedDict()
+        self._records: OrderedDict[str, Record] = OrderedDict()
 
     def judged(self, matched: Matched) -> None:
-        """A response was judged: count it."""
+        """Count a response's verdict and its tokens."""
         words = matched.words
         if words not in self.verdicts and len(self.verdicts) >= MOST_REASONS:
             words = f"{matched.verdict}:other"
@@ -180,24 +138,24 @@ class Tally:
             self.moved_bytes += half.moved_bytes
 
     def keep(self, record: Record) -> None:
-        """From now on it can be asked for; what is still to come is filled in."""
+        """From now on `/receipts` can find this record; the rest of it is filled in as it becomes known."""
         record.error = clipped(record.error)
-        self._book[record.ticket] = record
-        while len(self._book) > BOOK_RECEIPTS:
-            self._book.popitem(last=False)
+        self._records[record.ticket] = record
+        while len(self._records) > BOOK_RECEIPTS:
+            self._records.popitem(last=False)
 
     def finished(self, record: Record) -> None:
-        """A request is over, one way or another."""
+        """A request is over, however it ended."""
         self.statuses[record.status] += 1
         record.error = clipped(record.error)
         self._log(record.line())
 
     def find(self, ticket: str) -> Record | None:
-        return self._book.get(ticket)
+        return self._records.get(ticket)
 
     def last(self, count: int) -> Iterator[Record]:
         """Newest first."""
-        return (record for _, record in zip(range(count), reversed(self._book.values()), strict=False))
+        return (record for _, record in zip(range(count), reversed(self._records.values()), strict=False))
 
 
 def _half_tree(half: Half | None) -> dict[str, object] | None:

@@ -51,7 +51,7 @@ class Answer(NamedTuple):
     reason: str = ""
 
 
-class StoreReader:
+class ReceiptReader:
     """Asks one store. `run` keeps the connection; without it every answer is `store_unreachable`."""
 
     def __init__(self, endpoint: Endpoint) -> None:

@@ -1,11 +1,11 @@
-"""Instances: which are up, how busy each is, which are being drained.
+"""The fleet: all instances that the router knows, which are up, how busy each is, which are being drained.
 
-    health check every 2 s ─▶ up / down ─▶ Pool.eligible ─▶ core.routing.choose
-    a leg that could not connect ─▶ nothing more is sent there until the next check that succeeds
+    health check every 2 s ─▶ up or down ─▶ Group.pick ─▶ core.routing.choose
+    a leg that could not connect ─▶ down, until a health check succeeds
 
-Owns that state. An instance counts as up until something says otherwise, so that a router can start before its engines.
-When a check says that one is down, legs that still wait for its first byte are woken: a stopped engine must not cost
-them their whole deadline. Neighbours: `proxy` (uses instances), `core.routing` (chooses).
+Owns that state. An instance counts as up until something says otherwise, so a router may start before its engines. When
+a health check finds one down, the legs that wait for its first byte end at once, and not at their deadline. Neighbours:
+`prefill` and `proxy` (pick instances), `core.routing` (the rules).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from kvtally.router.upstream import EngineClient
 logger = logging.getLogger(__name__)
 
 CHECK_S = 2.0
-SWEEP_S = 0.5  # deadlines are kept to within this
+SWEEP_S = 0.5  # how often deadlines are looked at
 CHECK_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
-MOST_SILENT_CHECKS = 3  # without an answer; one that refuses or fails is down at once
-# Errors that say nothing of an instance: it was not even asked.
+MOST_UNANSWERED = 3  # health checks; an instance that answers with an error, or refuses, is down at once
+# Errors of this machine. They say nothing about the instance, which was never asked.
 OUR_FAULT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 
 
 class Member:
-    """One instance as the router sees it."""
+    """One instance, as the router sees it."""
 
     __slots__ = (
         *("_unanswered", "client", "instance", "is_draining", "is_up", "legs", "name", "pace", "problem", "unfiled"),
@@ -49,9 +49,9 @@ class Member:
         self.is_draining = False
         self.problem = ""  # why it is down
         self.legs = 0  # requests in flight
-        self.unfiled = 0  # receipts in a row that it did not file
-        self.pace = Pace()  # of prefill legs, which are timeouts that `sweep` may bring forward
-        self.was_heard = False  # since the last sweep
+        self.unfiled = 0  # how many of its last receipts never came
+        self.pace = Pace()  # of its prefill legs; a leg is the asyncio.Timeout that ends it
+        self.was_heard = False  # it answered a leg since the last sweep
         self._unanswered = 0  # health checks in a row
 
     @property
@@ -61,7 +61,7 @@ class Member:
         return "draining" if self.is_draining else "up"
 
     def avoid(self, problem: str) -> None:
-        """A leg could not connect. What the instance is computing may be well all the same."""
+        """A leg could not connect. Requests that the instance is computing may still end well, so they go on."""
         self.problem = problem
         if self.is_up:
             self.is_up = False
@@ -71,13 +71,13 @@ class Member:
         self.avoid(problem)
         self.client.give_up(f"it went down, {problem}")
 
-    def was_silent(self) -> None:
+    def missed_check(self) -> None:
         self._unanswered += 1
-        if self._unanswered >= MOST_SILENT_CHECKS:
+        if self._unanswered >= MOST_UNANSWERED:
             self.went_down(f"no answer to {self._unanswered} health checks")
 
     def came_up(self) -> bool:
-        """True where it was down before: whatever it held may be gone."""
+        """True if it was down: it may have lost everything it held."""
         self._unanswered, self.problem = 0, ""
         if self.is_up:
             return False
@@ -86,7 +86,7 @@ class Member:
         return True
 
     def sweep(self, awake_s: float) -> None:
-        """End waits that have lasted too long, for any byte of an answer or for a prefill that fell silent."""
+        """End waits that have lasted too long: for the next byte of an answer, or for a prefill that fell silent."""
         self.client.sweep()
         if self.was_heard:
             self.was_heard = False
@@ -113,12 +113,12 @@ class Group:
         return next((item for item in eligible if choice and item.name == choice.name), None)
 
 
-class Pool:
-    """All instances, by role. One that has both roles is one member, with one load."""
+class Fleet:
+    """All instances, by role. An instance with both roles is one member, with one load."""
 
     def __init__(self, prefill: Sequence[Instance], decode: Sequence[Instance], *, timeout_s: float) -> None:
         self.members: dict[str, Member] = {}
-        self.awake_s = 0.0  # a clock that stands still while the router itself gets no processor
+        self.awake_s = 0.0  # a clock that stands still while this process gets no CPU
         self._timeout_s = timeout_s
         self.prefill = Group([self._member(instance) for instance in prefill])
         self.decode = Group([self._member(instance) for instance in decode])
@@ -128,13 +128,13 @@ class Pool:
         return self.members.get(name.partition("://")[2] or name)
 
     async def watch(self, member: Member, session: aiohttp.ClientSession, restarted: Callable[[str], None]) -> None:
-        """Look after one instance, until cancelled."""
+        """Check one instance again and again, until cancelled."""
         while True:
             await check(member, session, restarted)
             await asyncio.sleep(CHECK_S)
 
     async def sweep(self) -> None:
-        """Keep the deadlines of all legs, until cancelled."""
+        """Enforce the deadlines of all legs, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             begun_s = loop.time()
@@ -166,7 +166,7 @@ async def check(member: Member, session: aiohttp.ClientSession, restarted: Calla
             else:
                 member.went_down(f"/health answered {response.status}")
     except TimeoutError:
-        member.was_silent()
+        member.missed_check()
     except (aiohttp.ClientError, OSError) as error:
         if not isinstance(error, OSError) or error.errno not in OUR_FAULT:
             member.went_down(str(error) or type(error).__name__)
