@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os.path
 from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
 from enum import StrEnum
 
 import msgspec
 
 from kvtally.doctor.facts import (
+    FAMILIES,
     FAST_TRANSPORTS,
     KEYED_BY_VLLM,
     KTHENA_CONNECTORS,
@@ -266,7 +268,11 @@ def unknown_connector(deployment: Deployment, asked: Options) -> Iterator[Hit]:
             if found is Family.GONE:
                 yield Hit(f"{instance.name}: {connector.name} was removed from vLLM", [connector.evidence])
             elif found is Family.UNKNOWN:
-                yield Hit(f"{instance.name}: {connector.name} is not a connector of vLLM 0.32", [connector.evidence])
+                near = get_close_matches(connector.name, FAMILIES, n=1, cutoff=0.8)
+                meant = f"; {near[0]} is" if near else ", though a plug-in may add it"
+                level, sure = (None, None) if near else (Level.RISK, Sure.POSSIBLE)
+                text = f"{instance.name}: {connector.name} is not a connector of vLLM 0.32{meant}"
+                yield Hit(text, [connector.evidence], level=level, sure=sure)
 
 
 # ---- do the two sides fit
@@ -893,9 +899,11 @@ def dtype_differs(deployment: Deployment, asked: Options) -> Iterator[Hit]:
             return instance.flags.get(name) or Value("auto", instance.place)
 
         for first, second, one, two in _differing(deployment, _connected, read):
-            sure = Sure.LIKELY if "auto" in (one.text, two.text) else None
+            is_auto = "auto" in (one.text, two.text)  # --dtype auto may well come to the same
+            level, sure = (Level.RISK, Sure.POSSIBLE) if is_auto and name == "dtype" else (None, None)
             given = [value for value in (one, two) if value.place not in (first.place, second.place)]
-            yield Hit(f"--{name.replace('_', '-')}: {one.text} and {two.text}", given or [one, two], sure=sure)
+            text = f"--{name.replace('_', '-')}: {one.text} and {two.text}"
+            yield Hit(text, given or [one, two], level=level, sure=sure)
 
 
 @rule(

@@ -163,6 +163,7 @@ CASES = [
         pair("P2pNcclConnector", flavour=None),
         pair("MyConnector", fields={"kv_connector_module_path": "my.module"}, flavour=None),
     ),
+    Case("unknown-connector", pair("UCMConnector", flavour=None), pair("KVTally", flavour="kvtally"), RISK),
     Case("connectors-differ", pair(decode={"connector": "MooncakeConnector"}, flavour=None), pair()),
     Case(
         "connectors-differ",
@@ -278,6 +279,7 @@ CASES = [
         pair(prefill={"flags": "--served-model-name a"}, decode={"flags": "--served-model-name b"}),
         pair(flags="--served-model-name a"),
     ),
+    Case("dtype-differs", pair(decode={"flags": "--dtype bfloat16"}), pair(flags="--dtype bfloat16"), RISK),
     Case("dtype-differs", pair(decode={"flags": "--kv-cache-dtype fp8"}), pair(flags="--kv-cache-dtype fp8")),
     Case(
         "tensor-parallel-differs",
