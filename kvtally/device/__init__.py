@@ -1,14 +1,15 @@
 """Copies between an engine's memory and arena slots. One module per kind of memory, each with the same functions:
 
-    fence()                      what the engine has queued by now: called in its own thread
+    fence()                      marks what the engine has queued so far; the engine's thread calls it
     save(memory, moves, after)   engine → slots, once `after` has been reached
     load(memory, moves, after)   slots → engine, likewise
 
-`memory` is one rank's buffer; a `Move` says of which of its blocks an object is made (`core.geometry`) and where its
-slot lies. Both are generators, so that one thread keeps many of them going: each `next` does or queues a part of the
-work and yields 0, or the seconds after which it is worth to look again at what was queued. They end with the checksums
-of what was written to the slots, or to the engine's memory; None for moves without a seed. Both raise ValueError
-for blocks that do not fit their memory or slot: those are our own bugs, never a store's fault.
+`memory` is one rank's buffer. A `Move` names the blocks that make up an object (`core.geometry`) and the slot.
+
+`save` and `load` are generators, so that one thread can run many of them. Each `next` does or queues a part of the work
+and yields 0, or the seconds until it is worth checking what was queued. They return the checksums of the bytes that
+were written, into the slots or into the engine's memory; None for moves without a seed. Both raise ValueError for
+blocks that do not fit their memory or slot: those are our own bugs, never a store's fault.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ F = TypeVar("F")
 
 
 class Move(NamedTuple):
-    """One object between engine memory and its slot. With `seed` None nothing is hashed. `skip_blocks` leading blocks
-    of the object stay in the slot."""
+    """One object that is copied between engine memory and its slot. Without a `seed` nothing is hashed. The object's
+    first `skip_blocks` blocks are not copied."""
 
     layout: GroupLayout
     block_ids: Sequence[int]
@@ -36,7 +37,7 @@ class Move(NamedTuple):
 
     @property
     def runs(self) -> Runs:
-        """Which bytes these are, each time worked out anew."""
+        """The bytes of the engine's memory. Computed on each access."""
         return runs(self.layout, self.block_ids, skip_blocks=self.skip_blocks)
 
 
@@ -45,10 +46,10 @@ Steps = Generator[float, None, Checksums]
 
 
 class Device(Protocol, Generic[M_contra, F]):
-    """What each module here has: copies for one kind of memory `M`, ordered after fences `F`."""
+    """The functions of each module here: copies for one kind of memory `M`, ordered after fences `F`."""
 
     def pin(self, mapping: Mapping | None) -> None:
-        """The arena that slots lie in from now on; None: it is gone, let go of it."""
+        """Slots lie in this arena from now on. None: the arena is gone, so release it."""
 
     def fence(self) -> F: ...
 
@@ -58,7 +59,7 @@ class Device(Protocol, Generic[M_contra, F]):
 
 
 def finish(steps: Steps) -> Checksums:
-    """Carry out one save or load to its end."""
+    """Run one save or load to its end."""
     while True:
         try:
             if (pause_s := next(steps)) > 0:

@@ -6,8 +6,8 @@
                │           │
     slot    │ piece 0 │ │ piece 1 │              where the arena had room
 
-What is hashed is what was written, in steps of 256 KiB so that it is still in the cache; a whole object would not be.
-Many short runs of one length (pages) are moved as rows of a grid, many by one numpy call, because a Python step for
+The bytes that were written are hashed, in steps of 256 KiB, so that they are still in the cache; a whole object would
+not be. Many short runs of one length (pages) are moved as rows of a grid, many with one numpy call: a Python step for
 each would cost more than its copy. Threading: no state; any thread may call.
 """
 
@@ -27,7 +27,7 @@ from kvtally.device import Checksums, Move, Steps
 from kvtally.shm import Mapping
 
 STEP_BYTES = 256 * 1024
-ROW_BYTES = 32 * 1024  # runs shorter than this gain from being moved together
+ROW_BYTES = 32 * 1024  # runs shorter than this are faster when moved together
 FEWEST_ROWS = 4
 
 Bytes = NDArray[np.uint8]
@@ -39,11 +39,11 @@ def pin(mapping: Mapping | None) -> None:
 
 
 def fence() -> None:
-    """On the CPU whatever an engine has called is done."""
+    """Nothing to mark: on the CPU, whatever the engine has called is done."""
 
 
 def save(memory: Memory, moves: Iterable[Move], after: None) -> Steps:
-    """Objects into their slots, one with each step."""
+    """Copy objects into their slots, one per step."""
     checksums: Checksums = []
     for move in moves:
         checksums.append(save_object(memory, move.runs, move.pieces, move.seed))
@@ -52,7 +52,7 @@ def save(memory: Memory, moves: Iterable[Move], after: None) -> Steps:
 
 
 def load(memory: Memory, moves: Iterable[Move], after: None) -> Steps:
-    """Objects into engine memory, one with each step."""
+    """Copy objects into engine memory, one per step."""
     checksums: Checksums = []
     for move in moves:
         checksums.append(load_object(move.pieces, memory, move.runs, move.seed))
@@ -61,7 +61,7 @@ def load(memory: Memory, moves: Iterable[Move], after: None) -> Steps:
 
 
 def save_object(memory: Memory, runs: Runs | None, pieces: Sequence[memoryview], seed: int | None) -> int | None:
-    """Write an object into its slot. The runs must make up the whole object: a slot is published as a whole."""
+    """Write an object into its slot. The runs must be the whole object, because a slot is published as a whole."""
     source = np.frombuffer(memory, dtype=np.uint8)
     if runs is None:
         return _whole(source, pieces, seed, into_slot=True)
@@ -80,9 +80,9 @@ def save_object(memory: Memory, runs: Runs | None, pieces: Sequence[memoryview],
 
 
 def load_object(pieces: Sequence[memoryview], memory: Memory, runs: Runs | None, seed: int | None) -> int | None:
-    """Bring an object, or the part of it that the runs name, into engine memory.
+    """Copy an object, or the part of it that the runs name, into engine memory.
 
-    The checksum covers the whole object: what landed is read back from the engine, what was skipped from the slot.
+    The checksum covers the whole object: copied bytes are read back from the engine, skipped ones from the slot.
     """
     target = np.frombuffer(memory, dtype=np.uint8)
     if runs is None:
@@ -103,8 +103,8 @@ def load_object(pieces: Sequence[memoryview], memory: Memory, runs: Runs | None,
 
 
 def _whole(engine: Bytes, pieces: Sequence[memoryview], seed: int | None, *, into_slot: bool) -> int | None:
-    """An object at the start of its memory. Apart from the general way, because a copy of 2 MiB leaves nothing of the
-    interpreter in the cache: every Python call more costs as much as copying several KiB."""
+    """Copy an object that lies at the start of its memory. This case has its own code because a copy of 2 MiB evicts
+    the interpreter from the cache: each further Python call then costs as much as copying several KiB."""
     state = RunningChecksum(seed, sum(map(len, pieces))) if seed is not None else None
     start = 0
     for piece in pieces:
@@ -121,8 +121,8 @@ def _whole(engine: Bytes, pieces: Sequence[memoryview], seed: int | None, *, int
 def move_all(objects: Sequence[tuple[Memory, Sequence[memoryview]]], *, into_slots: bool) -> None:
     """Copy whole objects, each between the start of its memory and its slot's pieces, hashing nothing.
 
-    Neighbours that follow each other on both sides become one copy: from some 20 MiB on the C library writes around the
-    cache, which moves half as much again in the same time.
+    Objects that are adjacent on both sides become one copy: above some 20 MiB the C library writes around the cache,
+    which is 1.5 times as fast.
     """
     copies: list[list[int]] = []  # address in the engine, address in the slot, length
     for memory, pieces in objects:
@@ -136,7 +136,7 @@ def move_all(objects: Sequence[tuple[Memory, Sequence[memoryview]]], *, into_slo
             else:
                 copies.append([engine, slot, length])
             engine, engine_bytes = engine + length, engine_bytes - length
-    for engine, slot, length in copies:  # memmove lets go of the interpreter; `objects` keeps both sides alive
+    for engine, slot, length in copies:  # memmove releases the interpreter; `objects` keeps both sides alive
         ctypes.memmove(slot, engine, length) if into_slots else ctypes.memmove(engine, slot, length)
 
 
@@ -173,7 +173,7 @@ class Rows(NamedTuple):
     def gather(self, slot: Bytes) -> None:
         rows = slot.reshape(len(self.indices), -1)
         if self.grid.flags.c_contiguous:
-            # "clip" because "raise" buffers the output; `_check` has seen to the bounds.
+            # "clip", because "raise" buffers the output; `_check` has checked the bounds.
             np.take(self.grid, self.indices, axis=0, out=rows, mode="clip")
         else:  # take() would copy the whole grid first
             rows[:] = self.grid[self.indices]
@@ -212,8 +212,8 @@ class _Cursor:
 
 
 def _parts(memory: Bytes, runs: Runs, pieces: Sequence[memoryview]) -> Iterator[tuple[Bytes, Bytes | Rows | None]]:
-    """The object in its order, cut so that each part is contiguous in the slot: (slot, engine) views of equal size.
-    The engine side is None where the runs leave a gap."""
+    """The object from start to end, cut so that each part is contiguous in the slot: (slot, engine) views of equal
+    size. The engine side is None in the gaps between runs."""
     cursor = _Cursor(pieces)
     for first, last in _batches(runs):
         start, length = int(runs.object_offsets[first]), int(runs.lengths[first])
@@ -257,7 +257,7 @@ def _row_parts(
 
 
 def _batches(runs: Runs) -> list[tuple[int, int]]:
-    """Half-open ranges of runs that have one length and follow each other in the object without a gap."""
+    """Half-open ranges of runs that have the same length and no gap between them in the object."""
     count = len(runs)
     if count < FEWEST_ROWS:
         return [(index, index + 1) for index in range(count)]
@@ -268,8 +268,8 @@ def _batches(runs: Runs) -> list[tuple[int, int]]:
 
 
 def _rows(memory: Bytes, offsets: NDArray[np.int64], length: int) -> Rows | None:
-    """The grid on which these runs are rows. Its pitch is whatever divides all their distances: a page's stride as a
-    rule, but even rows that overlap on the grid are right, as only those named are touched. None: all are one place."""
+    """The grid on which these runs are rows. Its pitch divides all their distances; it is usually a page's stride. Rows
+    may overlap on the grid, because only the named ones are touched. None: all runs begin at the same place."""
     lowest = int(offsets.min())
     distances = offsets - lowest
     pitch = int(np.gcd.reduce(distances))
@@ -280,8 +280,8 @@ def _rows(memory: Bytes, offsets: NDArray[np.int64], length: int) -> Rows | None
 
 
 def _check(runs: Runs, memory_bytes: int, slot_bytes: int) -> None:
-    """Runs lie inside their memory, and inside their slot in rising order. Slicing would hide what does not."""
-    if len(runs) < FEWEST_ROWS:  # numpy's fixed costs would be felt on small objects
+    """Check that runs lie inside their memory, and in ascending order inside their slot. Slicing would hide errors."""
+    if len(runs) < FEWEST_ROWS:  # for small objects numpy's fixed cost would dominate
         position = 0
         fits = True
         for run in runs:

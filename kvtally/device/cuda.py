@@ -1,17 +1,17 @@
 """Copies between GPU memory and arena slots: see the package for the contract.
 
-    load   slot ──bus: one copy──▶ stage ──pages: kernel──▶ engine's pages, and digests of what went there
-    save   engine's pages ──pages: kernel──▶ stage, and digests of what went there ──bus: one copy──▶ slot
+    load   slot ──bus: one copy──▶ stage ──pages: kernel──▶ engine's pages, and digests of the bytes written
+    save   engine's pages ──pages: kernel──▶ stage, and digests of the bytes written ──bus: one copy──▶ slot
 
-A *stage* is a buffer on the GPU that holds whole objects in the order of their bytes. What crosses the bus is large and
-contiguous whatever the size of a page, the copy engines do it, and the GPU's cores are busy only for the moment that
-moving and hashing take inside its own memory. Each direction has its own two streams and stages, so that both ways of
-the bus, and the next stage's copy and this one's kernels, overlap. Nothing here waits for the GPU: a generator looks
-whether it is done, and several of them share the stages in turns.
+A *stage* is a buffer on the GPU that holds whole objects, their bytes in order. So copies over the bus are large and
+contiguous whatever the size of a page, and the copy engines make them; the GPU's cores are busy only while kernels move
+and hash bytes inside GPU memory. Each direction has its own two streams and its own stages. So both directions of the
+bus overlap, and one stage's kernels overlap the next stage's copy. Nothing here waits for the GPU: a generator checks
+whether its stage is done, and several generators share the stages in turns.
 
 Without Triton, and for objects that cannot be cut into units (`units`), pages are copied one by one and hashed on the
-host, which is slower. Owns streams, stages and the pinned arena. Threading: `fence` is for the engine's thread, the
-rest for the worker half's.
+host, which is slower. Owns streams, stages and the pinned arena. Threading: the engine's thread calls `fence`, the
+worker half's thread everything else.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from kvtally.shm import Mapping
 
 log = logging.getLogger("kvtally.device")
 
-# The thread that queues copies shares its interpreter with the engine's. It must not keep the bus waiting when its turn
-# comes late, so several stages are filled ahead (loads are waited for, saves are not); and it must seldom ask for its
-# turn, so stages are large, and everything is queued by calls that keep the interpreter (`driver`).
+# The thread that queues copies shares its interpreter with the engine's thread. The bus must not idle when this thread
+# gets the interpreter late, so several stages are filled ahead. And the thread must not ask for the interpreter often,
+# so stages are large, and all calls that queue work keep the interpreter (`driver`).
 STAGE_BYTES = 80 << 20  # 1.5 ms of bus
-LOAD_STAGES = 3  # no more: short loads wait for what was queued before them, and so may an engine's own copies
-# What a prefill leaves to be saved is queued while the GPU still computes it and the engine's thread waits. So there
-# are many stages for saves, which share two buffers: the GPU itself sees to it that one is empty before it is filled.
+LOAD_STAGES = 3  # no more: a short load waits for everything queued before it, and so may the engine's own copies
+# A prefill's saves are queued while the GPU still computes and the engine's thread waits for it. So there are many
+# stages for saves. They share two buffers: the GPU itself waits until a buffer is empty before it fills it again.
 SAVE_STAGES = 16
 SAVE_BUFFERS = 2
-# Between two looks at what was queued: while all stages are under way, for each but the one that is waited for; while
-# others have some too; and at the end.
+# Pauses between two checks of what was queued: while all stages are in use (for each stage but the oldest), while other
+# transfers have stages too, and at the end of a transfer.
 FULL_PAUSE_S = 0.0006
 SHARED_PAUSE_S = 0.0008
 END_PAUSE_S = 0.0001
 
-SUMS_BYTES = 8 * 8 * MOST_BLOCKS  # of a leaf: eight numbers for each block
-NUMBER_BYTES = 4  # a whole number among a kernel's arguments
+SUMS_BYTES = 8 * 8 * MOST_BLOCKS  # per leaf: eight numbers for each block
+NUMBER_BYTES = 4  # size of an integer among a kernel's arguments
 NO_LEAVES: Table = np.empty((0, LEAF_COLUMNS), dtype=np.int64)
 
 try:
@@ -71,7 +71,7 @@ except ImportError:  # no Triton
 
 
 class Shape(NamedTuple):
-    """Of a batch: what decides its leaves. Most batches have one of few shapes."""
+    """What decides the leaves of a batch. There are few different shapes, so tables of leaves are reused."""
 
     unit: int
     is_hashed: bool
@@ -79,15 +79,15 @@ class Shape(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What kernels read of a batch, one behind the other in one table: so many addresses of units, so many leaves."""
+    """The size of the table that kernels read for a batch: addresses of units, then rows for leaves."""
 
     units: int
     leaves: int
-    longest_bytes: int  # of the leaves
+    longest_bytes: int  # of the longest leaf
 
 
 class Twins:
-    """Numbers in pinned memory (`here`, and as `numbers`) and as many on the GPU (`there`)."""
+    """A table of numbers in pinned memory (`here`, or as numpy sees it `numbers`) and its copy on the GPU (`there`)."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._device = device
@@ -95,7 +95,7 @@ class Twins:
         self.reserve(count)
 
     def reserve(self, count: int) -> None:
-        """Room for so many; what was there is lost where that takes new memory."""
+        """Make room for `count` numbers. If that takes new memory, the old contents are lost."""
         if count <= len(self.numbers):
             return
         size = 1 << (count - 1).bit_length()
@@ -103,12 +103,12 @@ class Twins:
         self.there = torch.empty(size, dtype=torch.int64, device=self._device)
         self.numbers = self.here.numpy()
         self.here_at, self.there_at = self.here.data_ptr(), self.there.data_ptr()
-        torch.cuda.synchronize(self._device)  # kernels that are queued may still read what the engine had there before
+        torch.cuda.synchronize(self._device)  # kernels of the engine may still use the memory that we were given
 
 
 class Stage:
-    """A buffer on the GPU, with tables and digests on both sides; belongs to one batch at a time. Others may have the
-    same buffer."""
+    """A buffer on the GPU, with its tables and digests on both sides. It belongs to one batch at a time. Several stages
+    may share a buffer."""
 
     def __init__(self, device: torch.device, buffer: torch.Tensor) -> None:
         self.buffer = buffer
@@ -116,16 +116,16 @@ class Stage:
         self.crossed = torch.cuda.Event()  # between the two streams
         self.done = torch.cuda.Event()
         for event in (self.crossed, self.done):
-            event.record(torch.cuda.current_stream(device))  # only now it has a handle
+            event.record(torch.cuda.current_stream(device))  # it has no handle before
         self.is_taken = False
         self.table = Twins(device, 4096)
-        self.shape: Shape | None = None  # of the batch whose leaves are in the table, on both sides
-        self.tables = Tables(0, 0, 0)  # of that batch
+        self.shape: Shape | None = None  # the shape whose leaves are in the table now, on both sides
+        self.tables = Tables(0, 0, 0)  # the sizes for that shape
         self.most_leaves = buffer.numel() // LEAF_BYTES + 1
         self.digests = Twins(device, self.most_leaves)
 
     def digest_bytes(self, first: int, count: int) -> bytes:
-        """Of leaves, once `done`."""
+        """The digests of `count` leaves, valid once `done` has been reached."""
         return self.digests.numbers[first : first + count].tobytes()
 
 
@@ -137,9 +137,9 @@ class Lane:
         self.pages = torch.cuda.Stream(device)
         made = [torch.empty(stage_bytes, dtype=torch.uint8, device=device) for _ in range(buffers)]
         self.stages = [Stage(device, made[number % buffers]) for number in range(stages)]
-        # What one kernel leaves to the next; they follow each other on a stream, so all batches share it.
+        # Results that one kernel leaves for the next. Kernels of a stream run in order, so all batches share them.
         self.sums = torch.empty(self.stages[0].most_leaves * SUMS_BYTES, dtype=torch.uint8, device=device)
-        # For each buffer when what was last queued there is done.
+        # For each buffer, the event that marks when it is empty again.
         self.emptied = {stage.address: stage.done for stage in self.stages}
 
     @property
@@ -155,8 +155,8 @@ class Lane:
 
 
 class Part(NamedTuple):
-    """One object of a batch: its number among all moves of the transfer, where it lies in the stage, and the number of
-    its first leaf there."""
+    """One object of a batch: its number among all moves of the transfer, where it lies in the stage, and the index of
+    its first leaf in the stage."""
 
     number: int
     move: Move
@@ -193,7 +193,7 @@ class Batch:
 
 
 class CudaCopies:
-    """Copies for one GPU. `memory` is the engine's whole KV buffer as uint8. `largest_bytes`: no object is larger."""
+    """Copies for one GPU. `memory` is the engine's whole KV buffer as uint8. `largest_bytes`: of the largest object."""
 
     def __init__(self, device: torch.device, *, largest_bytes: int = STAGE_BYTES, use_kernels: bool = True) -> None:
         self._device = device
@@ -201,21 +201,21 @@ class CudaCopies:
         self._stage_bytes = max(STAGE_BYTES, largest_bytes)
         self._uses_kernels = use_kernels and kernels is not None
         if not self._uses_kernels:
-            log.warning("kvtally: no Triton: pages are copied one by one and hashed on the host, which is slower")
+            log.warning("kvtally: no Triton here: pages are copied one by one and hashed on the host, which is slower")
         with torch.cuda.device(device):
             self._in = Lane(device, LOAD_STAGES, LOAD_STAGES, self._stage_bytes)
             self._out = Lane(device, SAVE_STAGES, SAVE_BUFFERS, self._stage_bytes)
             self._constants = kernels.constants(device) if self._uses_kernels else torch.empty(0)
             self._driver = Driver()
             self._kernels: dict[tuple[object, ...], Kernel | None] = {}
-            torch.cuda.synchronize(device)  # this memory may be what the engine had just let go of
+            torch.cuda.synchronize(device)  # kernels of the engine may still use the memory that we were given
 
     @property
     def way(self) -> str:
         return "triton" if self._uses_kernels else "torch"
 
     def prepare(self, sizes_bytes: Sequence[int]) -> None:
-        """Compile what layouts whose pages are multiples of these need, now rather than under the first request."""
+        """Compile the kernels for pages of these sizes, now rather than during the first request."""
         if not self._uses_kernels:
             return
         stage = self._out.stages[0]
@@ -232,7 +232,7 @@ class CudaCopies:
     # ---- the arena
 
     def pin(self, mapping: Mapping | None) -> None:
-        """The arena whose slots are copied from now on; None: it is gone. A no-op if it is the same."""
+        """Slots lie in this arena from now on. None: the arena is gone. Does nothing if the arena is the same."""
         if self._arena is not None and self._arena.mapping is not mapping:
             for lane in (self._in, self._out):
                 lane.bus.synchronize()
@@ -250,7 +250,7 @@ class CudaCopies:
     # ---- transfers
 
     def fence(self) -> torch.cuda.Event:
-        """The engine's step may still be running when its thread goes on: its memory is touched only after it."""
+        """Marks the engine's current step, which the GPU may still be running: memory is touched only after it."""
         queued = torch.cuda.Event()
         queued.record(torch.cuda.current_stream(self._device))
         return queued
@@ -262,12 +262,12 @@ class CudaCopies:
         return (yield from self._transfer(self._in, memory, moves, after))
 
     def _transfer(self, lane: Lane, memory: torch.Tensor, moves: Iterable[Move], after: torch.cuda.Event) -> Steps:
-        """Moves are taken one by one. What is loaded gets on the bus at once, while the next are being worked out; the
-        rest is done for each stage together."""
+        """Moves are taken one by one. A load's bytes get on the bus at once, while the next moves are being worked out.
+        Everything else is queued for a whole stage at a time."""
         checksums: Checksums = []
         queued: deque[Batch] = deque()
-        batch: Batch | None = None  # that takes more; the last of `queued`
-        torch.cuda.set_device(self._device)  # of this thread: else torch makes itself a context on the first GPU, too
+        batch: Batch | None = None  # the one that is being filled; the last of `queued`
+        torch.cuda.set_device(self._device)  # otherwise torch makes a context on the first GPU as well
         try:
             for index, move in enumerate(moves):
                 length = self._checked_length(move, memory, is_whole=lane is self._out)
@@ -281,11 +281,11 @@ class CudaCopies:
                     while (stage := lane.take()) is None:
                         if queued and self._is_done(queued[0]):
                             self._collect(queued.popleft(), checksums)
-                        else:  # waits for our own oldest, or for somebody else's
+                        else:  # our own oldest batch, or another transfer's, is still under way
                             yield FULL_PAUSE_S * (len(lane.stages) - 1)
                     batch = Batch(unit, stage)
                     queued.append(batch)
-                if index == 0:  # not before: what others have queued by then need not wait for it
+                if index == 0:  # no earlier, so that batches of other transfers need not wait for it
                     lane.pages.wait_event(after)
                 part = batch.add(index, move, length)
                 if lane is self._in:
@@ -297,16 +297,16 @@ class CudaCopies:
                 while not self._is_done(queued[0]):
                     yield END_PAUSE_S if lane.taken == len(queued) <= 2 else SHARED_PAUSE_S * max(1, len(queued) - 1)
                 self._collect(queued.popleft(), checksums)
-        finally:  # an error, or nobody wants this any more: what the GPU was told to do, it does
+        finally:  # after an error, or if the transfer is given up: the GPU still does what was queued
             if queued:
-                lane.bus.synchronize()  # a load that was not queued whole
+                lane.bus.synchronize()  # copies of a load whose batch was not queued yet
             for unfinished in queued:
                 unfinished.stage.done.synchronize()
                 unfinished.stage.is_taken = False
         return checksums
 
     def _checked_length(self, move: Move, memory: torch.Tensor, *, is_whole: bool) -> int:
-        """An object's, whose blocks lie inside their memory, and their bytes in the slot: kernels do not look."""
+        """The object's length. Checks that blocks lie inside memory and fit the slot, because kernels do not check."""
         layout, blocks = move.layout, move.skip_blocks + len(move.block_ids)
         length = sum(piece.nbytes for piece in move.pieces)
         check_blocks(layout, move.block_ids, move.skip_blocks)
@@ -315,12 +315,12 @@ class CudaCopies:
         if is_whole and move.skip_blocks:
             raise ValueError(f"{move.skip_blocks} blocks of an object to be saved are missing")
         if not 0 < length <= self._stage_bytes or length != object_length(layout, blocks):
-            raise ValueError(f"{blocks} blocks do not fit a slot of {length} bytes, or that no stage")
+            raise ValueError(f"{blocks} blocks do not fit a slot of {length} bytes, or the slot fits no stage")
         return length
 
     def _cross(self, lane: Lane, stage: Stage, part: Part) -> None:
-        """The bytes of an object between its slot and the stage, on the bus. What is not pinned is left to torch, which
-        waits for it, but lets others have the interpreter."""
+        """Copy an object between its slot and the stage, over the bus. Memory that is not pinned is left to torch,
+        which waits for the copy, but releases the interpreter meanwhile."""
         self._driver.enter()
         is_load, at, arena = lane is self._in, part.start, self._arena
         for piece in part.move.pieces:
@@ -334,7 +334,7 @@ class CudaCopies:
                 else:
                     self._cross_slowly(lane, stage.buffer[at : at + length], arena.bytes[offset : offset + length])
                 at += length
-            if not places:  # of a store that is gone, or of a test
+            if not places:  # the slot of a store that is gone, or of a test
                 array = np.frombuffer(piece, dtype=np.uint8)
                 slot = torch.from_numpy(array.copy() if is_load else array)
                 self._cross_slowly(lane, stage.buffer[at : at + piece.nbytes], slot)
@@ -345,7 +345,7 @@ class CudaCopies:
             place.copy_(slot, non_blocking=True) if lane is self._in else slot.copy_(place, non_blocking=True)
 
     def _queue(self, lane: Lane, memory: torch.Tensor, batch: Batch) -> None:
-        """All that is left to do for a batch."""
+        """Queue everything that is left to do for a batch."""
         stage, is_load, driver = batch.stage, lane is self._in, self._driver
         bus, pages = lane.bus.cuda_stream, lane.pages.cuda_stream
         crossed, done = stage.crossed.cuda_event, stage.done.cuda_event
@@ -372,7 +372,7 @@ class CudaCopies:
         driver.record(done, pages if is_load else bus)
 
     def _place_tables(self, lane: Lane, memory: torch.Tensor, batch: Batch) -> Tables:
-        """To the GPU, in the order of the stream. Leaves only where the stage's last batch had others."""
+        """Upload the batch's tables, in stream order. Rows of leaves only if the stage's last batch had other ones."""
         stage, shape, base = batch.stage, batch.shape, memory.data_ptr()
         units = [
             unit_addresses(part.move.layout, part.move.block_ids, part.move.skip_blocks, base, shape.unit)
@@ -392,8 +392,8 @@ class CudaCopies:
         return stage.tables
 
     def _upload(self, lane: Lane, stage: Stage, count: int) -> None:
-        """So many numbers of its table. A load's go up on the bus, behind what was loaded: no later copy goes first. A
-        save's would wait there for all loads that are queued."""
+        """Upload the first `count` numbers of a stage's table. For a load they go over the bus, right behind the loaded
+        bytes. For a save they would have to wait there for all queued loads, so the GPU fetches them itself."""
         table = stage.table
         if lane is self._in:
             self._driver.copy(table.there_at, table.here_at, 8 * count, lane.bus.cuda_stream)
@@ -402,8 +402,8 @@ class CudaCopies:
             self._run("fetch", grid, lane.pages, (table.here, table.there, count), WORDS=kernels.FETCHED)
 
     def _launch(self, lane: Lane, stage: Stage, unit: int, tables: Tables, *, into_stage: bool) -> None:
-        """Pages to the stage or back, with digests if there are leaves. What is hashed is what is copied: a page that
-        is saved may still be written to beyond the tokens it is saved for."""
+        """Copy pages to the stage or back, with digests if there are leaves. Hashes the copied bytes: the engine may
+        still write to a page that is being saved, beyond the tokens that are saved."""
         there, buffer = stage.table.there, stage.buffer
         if not tables.leaves:
             part = min(unit, kernels.PART_BYTES)
@@ -425,7 +425,7 @@ class CudaCopies:
         arguments: Sequence[torch.Tensor | int],
         **options: int,
     ) -> None:
-        """A kernel: the first time by Triton, which compiles it, then by the driver, if that knows its parameters."""
+        """Run a kernel: the first time through Triton, which compiles it, then through the driver if possible."""
         key = (name, *options.values())
         kernel = self._kernels.get(key)
         if kernel is not None:
@@ -443,7 +443,7 @@ class CudaCopies:
         return self._driver.is_done(batch.stage.done.cuda_event)
 
     def _collect(self, batch: Batch, checksums: Checksums) -> None:
-        """A batch is done: its objects' checksums, and its stage is free again."""
+        """A batch is done: note its objects' checksums, and free its stage."""
         for number, move, _, length, leaf in batch.parts:
             if move.seed is not None and batch.unit:
                 checksums[number] = root(batch.stage.digest_bytes(leaf, leaf_count(length)), move.seed)
@@ -453,7 +453,7 @@ class CudaCopies:
 
 
 def _fill(stage: Stage, units: Sequence[Table], leaves: Table) -> Tables:
-    """These one behind the other in pinned memory, to be uploaded."""
+    """Put the tables one after the other into pinned memory, ready to be uploaded."""
     stage.shape = None
     count = sum(map(len, units))
     stage.table.reserve(count + leaves.size)
@@ -462,7 +462,7 @@ def _fill(stage: Stage, units: Sequence[Table], leaves: Table) -> Tables:
 
 
 def _copy_runs(memory: torch.Tensor, batch: Batch, *, into_stage: bool) -> None:
-    """On the current stream, page by page."""
+    """Copy page by page, on the current stream."""
     for part in batch.parts:
         for run in part.move.runs:
             page = memory[run.engine_offset : run.engine_offset + run.length]

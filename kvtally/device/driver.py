@@ -1,9 +1,10 @@
-"""The few calls of NVIDIA's driver by which copies and kernels are queued, without letting go of the interpreter.
+"""The few calls to NVIDIA's driver that queue copies and kernels without releasing the interpreter.
 
-The thread that queues copies shares its interpreter with the engine's. Every call of torch lets go of it and has to win
-it back, and each time the engine's thread pays more for that than the call takes. These calls take microseconds and
-never wait: copies are of pinned memory only (`cuda` has torch copy what is not). Owns nothing: streams and events are
-torch's, kernels are Triton's, by their handles. Loads the driver's library, so nobody without a GPU makes a `Driver`.
+The thread that queues copies shares its interpreter with the engine's thread. Each call to torch releases the
+interpreter and takes it back, which costs the engine's thread more than the call itself takes. These calls take
+microseconds and never wait: they copy pinned memory only (`cuda` leaves the rest to torch). Owns nothing: streams and
+events are torch's and kernels are Triton's, used by their handles. A `Driver` loads the driver's library, so it can be
+made only where there is a GPU.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ LIBRARY = "libcuda.so.1"
 NOT_READY = 600
 WARP_THREADS = 32
 POINTER_BYTES = 8
-TRITONS_BYTES = (POINTER_BYTES, POINTER_BYTES)  # parameters it adds behind ours: scratch memory, which ours do not use
-SPARE = 6  # parameters, empty like those, should it add more
+TRITONS_BYTES = (POINTER_BYTES, POINTER_BYTES)  # parameters that Triton adds after ours: scratch memory, unused here
+SPARE = 6  # empty parameters after those, in case Triton adds more
 
 
 class Driver:
-    """Made where the GPU to be used is torch's current one, with its context."""
+    """Make it while the GPU to be used is torch's current device and has a context."""
 
     def __init__(self) -> None:
         try:
-            library = ctypes.PyDLL(LIBRARY)  # PyDLL, unlike CDLL, keeps the interpreter
+            library = ctypes.PyDLL(LIBRARY)  # PyDLL, unlike CDLL, does not release the interpreter
         except OSError as error:
             raise IncompatibleError(
-                f"{LIBRARY} cannot be loaded ({error}): only NVIDIA's GPUs, and CPUs, are served",
-                remedy="Install NVIDIA's driver where the engine runs; in a container, give it the GPU.",
+                f"{LIBRARY} cannot be loaded ({error}): kvtally serves NVIDIA GPUs and CPUs only",
+                remedy="Install NVIDIA's driver where the engine runs; give a container access to the GPU.",
                 code="KV-209",
             ) from error
 
@@ -49,7 +50,7 @@ class Driver:
         self._wait = call("cuStreamWaitEvent", Handle, Handle, ctypes.c_uint)
         self._query = call("cuEventQuery", Handle)
         self._enter = call("cuCtxSetCurrent", Handle)
-        numbers = [ctypes.c_uint] * 7  # the grid's three sizes, a program's, and how much shared memory it has
+        numbers = [ctypes.c_uint] * 7  # three sizes of the grid, three of a program, and bytes of shared memory
         self._launch = call("cuLaunchKernel", Handle, *numbers, Handle, Handle, Handle)
         size = ctypes.POINTER(ctypes.c_size_t)
         try:
@@ -60,18 +61,18 @@ class Driver:
         _check(call("cuCtxGetCurrent", ctypes.POINTER(Handle))(ctypes.byref(self._context)))
 
     def enter(self) -> None:
-        """This thread's calls are for this GPU from now on."""
+        """From now on this thread's calls go to this GPU."""
         _check(self._enter(self._context))
 
     def copy(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        """Between two addresses, each of the GPU or of pinned memory, in the order of the stream."""
+        """Copy between two addresses, each on the GPU or in pinned memory, in stream order."""
         _check(self._copy(target, source, size_bytes, stream))
 
     def record(self, event: int, stream: int) -> None:
         _check(self._record(event, stream))
 
     def wait(self, stream: int, event: int) -> None:
-        """What is queued on the stream from now on waits for the event."""
+        """Whatever is queued on the stream from now on waits for the event."""
         _check(self._wait(stream, event, 0))
 
     def is_done(self, event: int) -> bool:
@@ -81,7 +82,7 @@ class Driver:
         return code == 0
 
     def kernel(self, compiled: Any, sizes_bytes: Sequence[int]) -> Kernel | None:
-        """What Triton has compiled, for arguments of these sizes. None: its parameters are not what we know of them."""
+        """A kernel that Triton has compiled, for arguments of these sizes. None: its parameters are not as expected."""
         function = getattr(compiled, "function", None)
         if function is None:
             return None
@@ -94,13 +95,13 @@ class Driver:
 
 
 class Kernel:
-    """Launched again and again, each time with other arguments: addresses and whole numbers that are not negative."""
+    """A kernel that is launched many times, with other arguments each time: addresses and non-negative integers."""
 
     def __init__(self, launch: Callable[..., int], function: int, metadata: Any, parameters: int) -> None:
         parameters += SPARE
         self._launch, self._function = launch, function
         self._threads, self._shared_bytes = WARP_THREADS * metadata.num_warps, metadata.shared
-        self._values = (ctypes.c_uint64 * parameters)()  # the driver takes as much of each as its parameter is long
+        self._values = (ctypes.c_uint64 * parameters)()  # the driver reads as many bytes of each as its parameter has
         at, step = ctypes.addressof(self._values), ctypes.sizeof(ctypes.c_uint64)
         self._places = (ctypes.c_void_p * parameters)(*range(at, at + step * parameters, step))
 

@@ -1,16 +1,16 @@
 """Triton kernels: pages to a contiguous buffer and back, and the digests of checksum leaves.
 
-Everything works on *units*: equal parts of an object (a power of two of bytes), each of which lies in one piece of
-memory. A table of addresses, one for each unit in the object's order, says where. So page sizes, strides and layers do
-not matter here. What a GPU does for us it does at the cost of whoever computes there: so each byte is read once, and in
-16 bytes at a time.
+Everything works on *units*: parts of an object of equal size (a power of two of bytes), each contiguous in memory. A
+table holds the address of each unit, in the object's order. So page sizes, strides and layers do not matter here. Our
+kernels slow down the engine's, so each byte is read once, 16 bytes at a time.
 
-The digests are xxh3-64 (unseeded, its published constants, inputs of more than 240 bytes) as `core.checksum` uses it
-for leaves: the same numbers, bit by bit. It works through an input in blocks of 1 KiB, sixteen stripes of eight words.
-What a block adds to its eight accumulators does not depend on them, so that is worked out for all blocks at once, in
-passing, while they are copied (`copy_summed`). What is left is a chain: add, scramble, next block (`leaf_digests`).
+The digests are xxh3-64 (unseeded, its published constants, inputs of more than 240 bytes), as `core.checksum` uses it
+for leaves: the same numbers, bit for bit. xxh3 works through an input in blocks of 1 KiB, sixteen stripes of eight
+words. What a block adds to the eight accumulators does not depend on their values, so it is computed for all blocks in
+parallel while they are copied (`copy_summed`). The rest is a chain: add, scramble, next block (`leaf_digests`).
 
-Owns no memory and no stream. Neighbours: `cuda` (left). Imports Triton; nobody without a GPU imports this.
+Owns no memory and no stream. Neighbours: `cuda` (calls these). Imports Triton: only `cuda` imports this, where there is
+a GPU.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, import-not-found, untyped-decorator, import-untyped"
@@ -25,10 +25,10 @@ import triton.language as tl
 
 from kvtally.device import units
 
-FETCHED = 512  # numbers, by one program
-PART_BYTES = 8192  # what one program of `copy_units` copies
-HASHED_BYTES = 4096  # the same of `copy_summed`
-DIGESTS = 8  # that one program of `leaf_digests` computes
+FETCHED = 512  # numbers that one program of `fetch` copies
+PART_BYTES = 8192  # bytes that one program of `copy_units` copies
+HASHED_BYTES = 4096  # bytes that one program of `copy_summed` copies
+DIGESTS = 8  # digests that one program of `leaf_digests` computes
 
 # The secret of xxh3 (specification, "default secret").
 SECRET = bytes.fromhex(
@@ -47,14 +47,14 @@ def _words(offset: int, count: int) -> tuple[int, ...]:
     return struct.unpack_from(f"<{count}Q", SECRET, offset)
 
 
-# What `leaf_digests` reads: the secret's words, those for the last stripe, those of the merge, the accumulators' start.
+# Read by `leaf_digests`: the secret's words, those for the last stripe, those for the merge, the accumulators' start.
 CONSTANTS = (*_words(0, 24), *_words(121, 8), *_words(11, 8), *START)
 LAST, MERGE, BEGIN = tl.constexpr(24), tl.constexpr(32), tl.constexpr(40)
 BLOCKS = tl.constexpr(HASHED_BYTES // units.BLOCK_BYTES)
 LEAVES = tl.constexpr(DIGESTS)
 MOST_BLOCKS = tl.constexpr(units.MOST_BLOCKS)
 LEAF_COLUMNS = tl.constexpr(units.LEAF_COLUMNS)
-AHEAD = tl.constexpr(4)  # of the sums that are read, so many groups of four are under way at once
+AHEAD = tl.constexpr(4)  # groups of four sums that are being read at once
 
 
 def constants(device: torch.device) -> torch.Tensor:
@@ -64,21 +64,21 @@ def constants(device: torch.device) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["count"])
 def fetch(here, there, count, WORDS: tl.constexpr):
-    """A table from pinned memory, read by the GPU itself: its copy engines may have loads queued for milliseconds."""
+    """Fetch a table from pinned memory. The copy engines could not: they may have loads queued for milliseconds."""
     at = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
     tl.store(there + at, tl.load(here + at, mask=at < count), mask=at < count)
 
 
 @triton.jit
 def copy_units(table, buffer, UNIT: tl.constexpr, PART: tl.constexpr, INTO_BUFFER: tl.constexpr):
-    """Unit i, where `table[i]` says, and `buffer[i * UNIT]`: one becomes the other. Address 0: neither."""
+    """Copy unit i between address `table[i]` and `buffer[i * UNIT]`. Address 0: skip the unit."""
     unit = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1) * PART
     start = tl.load(table + unit)
     if start == 0:
         return
     words = tl.arange(0, PART // 8)
-    # What is told of alignment is told of pointers: Triton forgets what it knew of the integers they were made of.
+    # The alignment hints are on pointers, because Triton forgets hints on the integers that they were made of.
     page = tl.multiple_of((start + part).to(tl.pointer_type(tl.int64)), 16) + words
     place = tl.multiple_of((buffer + unit * UNIT + part).to(tl.pointer_type(tl.int64)), 16) + words
     if INTO_BUFFER:
@@ -94,17 +94,17 @@ def _product(key):
 
 @triton.jit(do_not_specialize=["leaves_at"])
 def copy_summed(table, leaves_at, constant, sums, buffer, UNIT: tl.constexpr, INTO_BUFFER: tl.constexpr):
-    """As `copy_units`, some blocks of a leaf with each program, and what each block adds to the accumulators of xxh3.
+    """Copy like `copy_units`, some blocks of a leaf per program, and note what each block adds to xxh3's accumulators.
 
-    Row i of `table`, from `leaves_at` on, holds for leaf i the index of its object's first unit, its offset in the
-    object, its length, where its digest goes, and its length times PRIME64_1.
+    Row i of `table`, from `leaves_at` on, holds for leaf i: the index of its object's first unit, its offset in the
+    object, its length, the index of its digest, and its length times PRIME64_1.
     """
     leaf = tl.program_id(0).to(tl.int64)
     row = table + leaves_at + leaf * LEAF_COLUMNS
     first = tl.load(row)
     block = tl.program_id(1) * BLOCKS
     offset = tl.load(row + 1) + block * 1024
-    left = tl.load(row + 2) - block * 1024  # so much of the leaf, from here on
+    left = tl.load(row + 2) - block * 1024  # bytes of the leaf from here on
     if left <= 0:
         return
     stripe = tl.arange(0, BLOCKS * 16)
@@ -112,7 +112,7 @@ def copy_summed(table, leaves_at, constant, sums, buffer, UNIT: tl.constexpr, IN
     mask = stripe * 64 < left
     at = offset + stripe * 64
     table += first
-    if UNIT >= BLOCKS * 1024:  # all of it lies in one piece
+    if UNIT >= BLOCKS * 1024:  # the blocks of this program are contiguous
         start = tl.load(table + offset // UNIT)
         page = tl.multiple_of((start + offset % UNIT).to(tl.pointer_type(tl.uint64)), 16) + stripe[:, None] * 8
         is_wanted = tl.where(start != 0, mask, False)
@@ -135,7 +135,7 @@ def copy_summed(table, leaves_at, constant, sums, buffer, UNIT: tl.constexpr, IN
     numbers = block + tl.arange(0, BLOCKS)
     there = sums.to(tl.pointer_type(tl.uint64)) + (leaf * MOST_BLOCKS + numbers)[:, None] * 8
     there += tl.arange(0, 4)[None, :] * 2
-    is_whole = (tl.arange(0, BLOCKS) * 1024 < left - 1024)[:, None]  # the last block is another matter
+    is_whole = (tl.arange(0, BLOCKS) * 1024 < left - 1024)[:, None]  # xxh3 treats the last block differently
     tl.store(there, sum0, mask=is_whole)
     tl.store(there + 1, sum1, mask=is_whole)
 
@@ -147,21 +147,21 @@ def _scrambled(total, secret):
 
 @triton.jit
 def _added(stripes, count, key0, key1):
-    """What the first so many of sixteen stripes at each of these places add to the accumulators."""
+    """What the first `count` of sixteen stripes add to the accumulators, for each of these places."""
     mask = (tl.arange(0, 16)[None, :] < count[:, None])[:, :, None]
     word = tl.arange(0, 16)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     words = tl.load(stripes[:, None, None] + word, mask=mask, other=0)
     even, odd = tl.split(tl.reshape(words, (LEAVES, 16, 4, 2)))
-    zero = tl.zeros((LEAVES, 16, 4), tl.uint64)  # masked words are 0, and so must be what they are mixed with
+    zero = tl.zeros((LEAVES, 16, 4), tl.uint64)  # masked words are 0, so their keys must be 0, too
     sum0 = tl.sum(_product(even ^ tl.where(mask, key0[None, :, :], zero)) + odd, axis=1)
     return sum0, tl.sum(_product(odd ^ tl.where(mask, key1[None, :, :], zero)) + even, axis=1)
 
 
 @triton.jit(do_not_specialize=["leaves_at", "leaves"])
 def leaf_digests(table, leaves_at, constant, sums, buffer, digests, leaves, UNIT: tl.constexpr):
-    """The digests of leaves that `copy_summed` has copied: its sums, one block after the other, and each last block.
+    """The digests of the leaves that `copy_summed` has copied: its sums, block after block, and then the last block.
 
-    Few programs, each with several leaves: it is a chain that takes its time, and is not to take others' room.
+    Few programs, each with several leaves: the chain takes its time, and should not take room from other kernels.
     """
     leaf = tl.program_id(0).to(tl.int64) * LEAVES + tl.arange(0, LEAVES)
     known = leaf < leaves
@@ -182,7 +182,7 @@ def leaf_digests(table, leaves_at, constant, sums, buffer, digests, leaves, UNIT
             next1 = tl.load(added + block * 8 + 1, mask=is_left, other=0)
             sum0 = tl.where(is_left, _scrambled(sum0 + next0, scramble0), sum0)
             sum1 = tl.where(is_left, _scrambled(sum1 + next1, scramble1), sum1)
-    # All that is left but its last stripe, then that one, with a secret of its own.
+    # The rest of the last block except its last stripe; then that stripe, with a secret of its own.
     start = tl.load(row, mask=known, other=0) * UNIT + tl.load(row + 1, mask=known, other=0)
     end = (buffer + start + length).to(tl.pointer_type(tl.uint64))
     stripe = tl.arange(0, 16)[:, None]

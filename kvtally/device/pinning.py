@@ -1,10 +1,10 @@
-"""Pinned memory: registers the arena with CUDA, so that its bytes cross the bus without a stop in between.
+"""Pinned memory: registers the arena with CUDA, so that its bytes cross the bus without an intermediate copy.
 
-In pieces and in a thread of its own, because pinning takes a third of a second for each 8 GiB; what is not pinned yet,
-or cannot be (a limit on locked memory), is still copied rightly, only slower. Owns the registration: whoever unmaps an
-arena must have called `close` before, or the driver would keep what is not there any more.
+A thread registers the arena piece by piece, because pinning 8 GiB takes a third of a second. Memory that is not pinned
+yet, or cannot be (there may be a limit on locked memory), is still copied correctly, only slower. Owns the
+registration: call `close` before unmapping an arena, or the driver keeps a registration of memory that is gone.
 
-Threading: one instance for each arena; `close` waits for the thread's current piece. Neighbours: `shm`, `cuda`.
+Threading: one instance per arena; `close` waits for the thread's current piece. Neighbours: `shm`, `cuda`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 
 class PinnedArena:
-    """`mapping`, pinned bit by bit. Holding this keeps the arena mapped."""
+    """`mapping`, pinned piece by piece. Holding this keeps the arena mapped."""
 
     def __init__(self, mapping: Mapping, device: torch.device) -> None:
         self.mapping = mapping
@@ -46,13 +46,13 @@ class PinnedArena:
         self._thread.start()
 
     def offset(self, piece: memoryview) -> int | None:
-        """Where it lies in the arena; None: not there."""
+        """Where the piece begins in the arena; None if it is not in the arena."""
         offset = address_of(piece) - self.mapping.address
         return offset if 0 <= offset <= self.mapping.size_bytes - piece.nbytes else None
 
     def places(self, piece: memoryview) -> list[Place]:
-        """Where a slot's bytes lie, in parts that may each be copied at once: no copy may reach from one registration
-        into the next, or into what is not registered. None: not in the arena."""
+        """The piece, cut into parts that can each be copied at once: no copy may cross from one registration into the
+        next, or into unregistered memory. Empty if the piece is not in the arena."""
         start, length = self.offset(piece), piece.nbytes
         if start is None:
             return []
@@ -64,11 +64,11 @@ class PinnedArena:
         return found
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether all of it is pinned."""
+        """Wait until the thread is done; whether all of the arena is pinned."""
         return self._is_done.wait(timeout_s) and self._pinned_bytes == self.mapping.size_bytes
 
     def close(self) -> None:
-        """Let go of the memory. No copy may be under way."""
+        """Unregister the memory. No copy may be under way."""
         self._is_closing.set()
         self._thread.join()
         runtime = torch.cuda.cudart()
@@ -88,7 +88,7 @@ class PinnedArena:
             error = int(runtime.cudaHostRegister(self.mapping.address + start, length, 0))
             if error:
                 log.warning(
-                    "kvtally: only %d of %d MiB of the arena could be pinned (CUDA error %d): copies from the rest are "
+                    "kvtally: only %d of %d MiB of the arena could be pinned (CUDA error %d); copies of the rest are "
                     "slower. Raise the limit on locked memory (ulimit -l) and restart the engine.",
                     start >> 20, size >> 20, error,
                 )  # fmt: skip

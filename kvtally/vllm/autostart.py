@@ -1,7 +1,7 @@
 """Zero configuration: the engine uses the user's default store, and starts one if there is none.
 
-The store is a process of its own in a session of its own: it outlives the engine, and the next engine finds what this
-one saved. Two engines that start at once start one store: the second finds the socket's lock taken and waits for it.
+The store runs in its own process and session. It outlives the engine, so the next engine finds what this one saved. If
+two engines start at once, one store survives: the other finds the socket's lock taken and exits.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ START_S = 20.0
 
 
 def ensure_store(settings: ConnectorConfig) -> str:
-    """The address of a store, started if need be. If none comes up the engine runs on without reuse."""
+    """The address of the store, which is started if necessary. If none comes up, the engine runs without reuse."""
     address = settings.store
     problem = _problem(address, 0.5)
-    if isinstance(problem, IncompatibleError):  # it is there, and another would not get its place
+    if isinstance(problem, IncompatibleError):  # a store is there, so starting another would not help
         log.error("kvtally: running without reuse: %s", problem)
     if not isinstance(problem, Miss) or not settings.autostart:
         return address
@@ -46,7 +46,7 @@ def ensure_store(settings: ConnectorConfig) -> str:
 
 
 def _problem(address: str, timeout_s: float) -> Miss | IncompatibleError | None:
-    """What keeps a store from being used: it does not want us, or is not there."""
+    """Why the store cannot be used: it refuses us, or it is not there."""
     with StoreClient(address, name="vllm start") as client:
         connected = client.connect(timeout_s)
         return (client.refusal or connected) if isinstance(connected, Miss) else None

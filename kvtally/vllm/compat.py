@@ -1,4 +1,4 @@
-"""Which vLLM is this, and may we run in it? The connector API moves; what was not tested is refused, not hoped for."""
+"""Which vLLM is this, and may we run in it? The connector API changes, so versions that were not tested are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TESTED = ("0.32",)
 
 
 def require_supported(*, allow_untested: bool) -> str:
-    """The running version, if it is one we have tested (or the user insists)."""
+    """The running version, if it was tested or the user insists."""
     version = vllm.__version__
     match = re.match(r"\d+\.\d+", version)
     series = match.group() if match else version

@@ -1,8 +1,8 @@
 """The class vLLM sees. It delegates to the two halves and owns one thing: the edge.
 
 An exception inside a connector method kills the engine. So each method that vLLM calls while it serves goes through
-`edge`, which logs the exception once, counts it and answers what means "nothing reused" there. Only at start may an
-error come out: a setting or a model we cannot serve is refused with its remedy.
+`edge`, which counts the exception, logs the first of its kind, and returns the answer that means "nothing reused". Only
+the start may raise: a setting or a model that we cannot serve is refused with its remedy.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 RESET_S = 5.0  # how long a reset of the cache may stop the engine
-# An engine that has nothing to compute steps in a tight loop until transfers are done, and takes the interpreter from
-# the thread that carries them out. In such steps it waits for that thread instead, so long at most.
+# An engine with nothing to compute steps in a tight loop until its transfers are done, and so keeps the interpreter
+# from the thread that does them. In each of those steps it waits for that thread, for at most this long.
 IDLE_WAIT_S = 0.005
 FINISH_S = 5.0  # how long the last request of an in-process engine may wait for saves
 
 # The worker halves of this process, by the id of their engine.
 workers: WeakValueDictionary[str, WorkerHalf] = WeakValueDictionary()
 
-failures: Counter[str] = Counter()  # exceptions that the edge has turned into misses, by method
+failures: Counter[str] = Counter()  # exceptions that `edge` has turned into misses, by method
 
 
 def edge(otherwise: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Answer `otherwise()` where the method raises: the engine lives on, the cache is at worst not used."""
+    """Where the method raises, return `otherwise()`: at worst the cache is not used, and the engine lives."""
 
     def wrap(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
@@ -88,7 +88,7 @@ def edge(otherwise: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P,
             except Exception:  # the engine's edge
                 failures[method.__name__] += 1
                 if failures[method.__name__] == 1:
-                    log.exception("kvtally failed in %s; requests go on without reuse", method.__name__)
+                    log.exception("kvtally failed in %s; requests continue without reuse", method.__name__)
                 answer: R = otherwise()
                 return answer
 
@@ -107,12 +107,12 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._lookups: LookupThread | None = None
-        self._neighbour: WorkerHalf | None = None  # of the scheduler half of an in-process engine: its only worker
+        self._neighbour: WorkerHalf | None = None  # in-process engines: the worker half that this scheduler half drives
         self._results = Results()
         self._callers_exception: BaseException | None = None  # what our caller was handling when the step began
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
-        # A load that fails must be computed again; vLLM's own default would fail the request.
+        # A request whose load failed is computed. By vLLM's default it would fail.
         transfer.kv_load_failure_policy = "recompute"
         settings = load(extra=transfer.kv_connector_extra_config).connector()
         self._serves_anyway = settings.on_unsupported == "serve"
@@ -129,7 +129,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
             self._start_worker(vllm_config, layout, settings)
 
     def _give_up(self, error: IncompatibleError) -> None:
-        """This engine cannot be served: it does not start or, if told so, serves without reuse."""
+        """This engine cannot be served: stop its start, or serve without reuse if the settings say so."""
         if not self._serves_anyway:
             raise error
         log.warning("kvtally serves without reuse: %s", error)
@@ -206,7 +206,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a save that is lost is a later miss, nothing more
+        return False  # a save that is lost costs a later miss, nothing else
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -282,7 +282,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """At start: a layout that is not what vLLM's configuration says is refused."""
+        """Refuses memory that is not laid out as vLLM's configuration says."""
         if self._worker is None or not kv_caches:
             return
         try:
@@ -308,8 +308,8 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
 
     @edge(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """vLLM calls this first in every step. What finished requests left behind is saved now, not after the step's
-        forward: somebody may be waiting for a hand-off, and a step can take long."""
+        """vLLM calls this first in every step. Saves of finished requests start here and not after the forward: another
+        engine may be waiting for a hand-off, and a step can take long."""
         metadata = kv_connector_metadata
         if self._worker is not None and isinstance(metadata, StepJobs):
             if not metadata.is_idle:
@@ -332,10 +332,10 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.load(metadata.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are whole before a request runs."""
+        """Nothing to wait for: a request runs only when its load is complete."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Saves are taken after the forward."""
+        """Nothing to do: saves are taken after the forward, all layers at once."""
 
     @edge(lambda: None)
     def wait_for_save(self) -> None:
@@ -368,7 +368,7 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
 
     @edge(lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Called once per step in each process: what was counted since the last call."""
+        """Everything that was counted since the last call. vLLM calls this once per step in each process."""
         if self._worker is not None:
             return stats_of(results_counters(self._results))
         return stats_of(self._scheduler.counters.take()) if self._scheduler is not None else None
@@ -410,13 +410,13 @@ def _is_in_process(config: VllmConfig) -> bool:
 
 
 def _is_alone(config: VllmConfig) -> bool:
-    """Whether no other engine waits for its steps. With data parallelism of experts all step together, and one that is
-    idle must not keep those waiting that have something to compute."""
+    """Whether no other engine waits for this one's steps. With data-parallel experts all engines step together, so an
+    idle one must not slow its steps down."""
     return bool(config.parallel_config.data_parallel_size == 1)
 
 
 def _client(address: str, name: str, layout: EngineLayout, settings: ConnectorConfig) -> StoreClient:
-    """Whoever lets requests wait long for a store has patience with it in everything: a save that is given up early is
-    what the request it was promised to waits for in vain."""
+    """A client whose calls may take at least as long as a request may wait. If a save were given up earlier, the
+    request that it was promised to would wait in vain."""
     patience_s = max(TIMEOUT_S, settings.wait_ms / 1e3)
     return StoreClient(address, name=name, namespace=layout.namespace, timeout_s=patience_s)

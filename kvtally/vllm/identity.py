@@ -1,12 +1,12 @@
-"""Which weights are these? Two fine-tunes of one model have the same name, shapes and dtypes, and different KV cache.
+"""Which weights are these? Two fine-tunes of one model can have the same name, shapes and dtypes, but different KV.
 
 A model's identity is the hub commit where it came from a hub snapshot, else a digest of its files, every byte of them
-(`weights`). How the weights are used is said by the configuration and the code that lie with them, unless the user says
-something else (`override_digest`).
+(`weights`). The configuration and the code beside the weights say how they are used, unless the user overrides that
+(`override_digest`).
 
 An adapter's identity is its name, its path and the state of its files (`Adapters`).
 
-Neighbours: `layout` puts the first two into the namespace, `path` the third into chain values. Imports no vLLM.
+Neighbours: `layout` puts the first two into the namespace, `boundaries` the third into chain values. Imports no vLLM.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-# What has such a name and holds none: what trainers leave, and vLLM does not load.
+# Files of trainers: they have such names, but vLLM does not load them.
 NO_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state.*)\.(bin|pt|pth)")
-# What else of a model's folder decides KV: the configuration, by its two names, how images become pixels, how weights
-# are quantised, which files they are in, and code of its own.
+# The other files of a model's folder that decide KV: the configuration (it has two names), how images become pixels,
+# how weights are quantised, the index of the weight files, and the model's own code.
 CONFIGURATION = (
     "config.json",
     "params.json",
@@ -46,12 +46,12 @@ CONFIGURATION = (
 )
 COMMIT = re.compile("[0-9a-f]{40}")
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-# What vLLM reads of an adapter's folder.
+# The files that vLLM reads from an adapter's folder.
 ADAPTER_FILES = (
     "adapter_config.json",
     *(f"adapter_model.{suffix}" for suffix in ("safetensors", "bin", "pt", "tensors")),
 )
-MOST_ADAPTERS = 4096  # that are remembered; far more than an engine keeps loaded
+MOST_ADAPTERS = 4096  # remembered at once; far more than an engine keeps loaded
 
 
 def model_identity(model: str, revision: str | None) -> str:
@@ -75,7 +75,7 @@ def _has_weights(path: Path) -> bool:
 
 
 def _is_hub_entry(directory: Path) -> bool:
-    """Whether a folder is one of the hub's cache: its name is the commit. Any trainer may call a folder "snapshots"."""
+    """Whether a folder is an entry of the hub's cache, named by its commit. Trainers also have "snapshots" folders."""
     *_, repository, snapshots, commit = ("", "", "", *directory.parts)
     return repository.startswith("models--") and snapshots == "snapshots" and COMMIT.fullmatch(commit) is not None
 
@@ -97,9 +97,10 @@ def _digest(files: list[Path]) -> str:
 
 
 def override_digest(overrides: object, config_path: str | None) -> str:
-    """What a user says of the model's configuration beyond what lies with the weights; empty: nothing.
+    """A digest of what the user overrides in the model's configuration; empty if nothing.
 
-    Not of the configuration itself: some models complete theirs while they are loaded, in the workers' processes only.
+    The effective configuration would not do: some models complete theirs while they are loaded, which happens only in
+    the workers.
     """
     if not overrides and not config_path:
         return ""
@@ -112,14 +113,14 @@ def override_digest(overrides: object, config_path: str | None) -> str:
 
 
 def plain(value: object) -> object:
-    """As JSON knows it. Of anything else, what it says of itself, without where it lies in memory."""
+    """The value in JSON's types. Other types become their `repr` without the memory address."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(json.dumps(plain(item), sort_keys=True) for item in value)
-    if isinstance(value, FunctionType):  # by what it does: two lambdas have one name
+    if isinstance(value, FunctionType):  # its code, because all lambdas have the same name
         code, cells = value.__code__, [cell.cell_contents for cell in value.__closure__ or ()]
         return [
             code.co_code.hex(),
@@ -134,49 +135,49 @@ def plain(value: object) -> object:
 
 
 def is_length_decisive(config: Mapping[str, Any]) -> bool:
-    """Whether what the model computes depends on the longest context the engine serves: LongRoPE chooses its factors by
-    that, and Llama 4 whether attention is tempered."""
+    """Whether the model computes something else with another `max_model_len`. LongRoPE chooses its factors by it, and
+    Llama 4 whether to scale attention."""
     if config.get("rope_type", config.get("type")) in ("longrope", "su") or "attn_temperature_tuning" in config:
         return True
     return any(is_length_decisive(value) for value in config.values() if isinstance(value, Mapping))
 
 
 class Adapter(NamedTuple):
-    """A LoRA adapter. `is_mixed`: this engine has had others by its name and path, and its own cache, which goes by
-    those, may still hold their KV."""
+    """A LoRA adapter. `is_mixed`: this engine has seen different files under the same name and path. vLLM's own cache
+    goes by these, so it may still hold the other files' KV."""
 
     identity: str
     is_mixed: bool
 
 
 class Adapters:
-    """The adapters of one engine, by name, path and what their files are.
+    """The adapters of one engine, by name, path and the state of their files.
 
-    vLLM reads those files when it loads an adapter, and again whenever it had let go of it: which state of them it
-    computes with is not known once they have changed. From then on the adapter is a mixture.
+    vLLM reads the files when it loads an adapter, and again after it has evicted it. Once the files have changed,
+    nobody can tell which version an engine computes with: from then on the adapter is a mixture.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str], str] = {}  # identities; empty where there were several
+        self._known: dict[tuple[str, str], str] = {}  # identities; an empty one if there were several
 
     def adapter(self, lora: LoRARequest | None) -> Adapter:
-        """A request's. Takes microseconds: its files are looked at, not read."""
+        """The adapter of a request. Takes microseconds: it looks at the files' times and sizes and reads nothing."""
         if lora is None:
             return Adapter("", is_mixed=False)
         name = lora.lora_name, lora.lora_path
         identity = "\0".join((*name, _state_of_files(lora.lora_path)))
         known = self._known.pop(name, identity)
-        self._known[name] = known if known == identity else ""  # as the youngest
+        self._known[name] = known if known == identity else ""  # at the end: the oldest are forgotten first
         if len(self._known) > MOST_ADAPTERS:
             del self._known[next(iter(self._known))]
         return Adapter(identity, is_mixed=known != identity)
 
 
 def _state_of_files(path: str) -> str:
-    """Sizes and times of an adapter's files; empty where there are none, as for an adapter from a hub."""
+    """Sizes and times of an adapter's files; empty if there are none, as for an adapter from the hub."""
     directory, states = os.path.expanduser(path), []
     for name in ADAPTER_FILES:
-        with suppress(OSError, ValueError):  # not there, or no path at all
+        with suppress(OSError, ValueError):  # no such file, or not a path
             state = os.stat(os.path.join(directory, name))
             states.append(f"{name} {state.st_size} {state.st_mtime_ns}")
     return "\n".join(states)

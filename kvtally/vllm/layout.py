@@ -1,7 +1,8 @@
 """vLLM's KV-cache configuration → our namespace (what the bytes are) and geometry (where they lie).
 
-Frozen here, at the boundary: nothing further in knows a vLLM type. What we cannot serve correctly is refused with its
-reason (`IncompatibleError`); the connector then stops the start or, if told so, serves without reuse.
+The translation happens once, here: the rest of the connector sees our types only. An engine that we cannot serve
+correctly is refused with the reason (`IncompatibleError`); the connector then stops the start or, if the settings say
+so, serves without reuse.
 """
 
 from __future__ import annotations
@@ -68,15 +69,15 @@ def engine_layout(config: VllmConfig, cache: KVCacheConfig, *, model: str) -> En
         raise refusal("context parallelism splits blocks over ranks", "Set the context-parallel sizes to 1.")
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise refusal(
-            "with an external launcher each rank schedules by itself, and loads end on one before they do on another",
+            "with an external launcher each rank has its own scheduler, and a load ends on one rank before the others",
             "Let vLLM launch its workers.",
         )
     if config.speculative_config is not None:
         raise refusal("speculative decoding changes what a block holds", "Run without a draft model.")
     if config.model_config.is_diffusion:
-        raise refusal("a diffusion model's last blocks hold drafts of their tokens", "Run this model without kvtally.")
+        raise refusal("a diffusion model's last blocks hold drafts, not final KV", "Run this model without kvtally.")
     if config.device_config.device_type not in DEVICES:
-        raise refusal(f"it runs on {config.device_config.device_type}", "Run on NVIDIA's GPUs, or on CPUs.")
+        raise refusal(f"it runs on {config.device_config.device_type}", "Run it on NVIDIA GPUs or on CPUs.")
     layout = KVCacheLayout[cache.kv_cache_layout] if cache.kv_cache_layout else None
     if layout is None or not layout.is_block_compact:
         raise refusal(f"KV-cache layout {cache.kv_cache_layout} spreads a block", "Set VLLM_KV_CACHE_LAYOUT=LBHNC.")
@@ -109,7 +110,7 @@ def engine_layout(config: VllmConfig, cache: KVCacheConfig, *, model: str) -> En
 
 
 def _chunk_tokens(groups: tuple[GroupSpec, ...], alignment: int) -> int:
-    """About 256; fewer where so many would be an object that no store takes."""
+    """About 256; fewer if an object of 256 tokens would be larger than a store accepts."""
 
     def largest_bytes(chunk: int) -> int:
         return max(spec.object_bytes(chunk) for spec in groups)
@@ -127,8 +128,8 @@ def _chunk_tokens(groups: tuple[GroupSpec, ...], alignment: int) -> int:
 
 
 def _model_detail(config: VllmConfig) -> dict[str, str]:
-    """How the model's weights are used, as far as neither they nor the shapes say it. `config_fields` lists what must
-    be in here."""
+    """How the weights are used, where neither the weights nor the shapes say so. `config_fields` lists what must be in
+    here."""
     model, lora = config.model_config, config.lora_config
     detail = {"model_dtype": str(model.dtype), "cache_dtype": str(config.cache_config.cache_dtype), **decisive(config)}
     if lora is not None and lora.lora_dtype not in ("auto", model.dtype):
@@ -138,14 +139,14 @@ def _model_detail(config: VllmConfig) -> dict[str, str]:
     if images := override_digest(_image_settings(model.multimodal_config), None):
         detail["images"] = images
     if is_length_decisive(model.hf_config.to_dict()):
-        # "auto" is what fits into memory, known after the model was made: for the longest its configuration allows.
+        # With "auto" vLLM finds the length after it has built the model. The model was built for its longest context.
         detail["max_model_len"] = "auto" if model.original_max_model_len == -1 else str(model.max_model_len)
     return detail
 
 
 def _image_settings(multimodal: MultiModalConfig | None) -> dict[str, object]:
-    """How images and the like become embeddings, as far as the engine is told: vLLM names an item by its content and by
-    what its request says, not by this."""
+    """The engine's settings for turning images and the like into embeddings. vLLM's name of an item covers its content
+    and its request's settings, but not these."""
     told: dict[str, object] = {}
     if multimodal is None:
         return told
@@ -159,8 +160,8 @@ def _image_settings(multimodal: MultiModalConfig | None) -> dict[str, object]:
 
 
 def names_images(config: VllmConfig) -> bool:
-    """Whether vLLM names images and the like by their content. Where it caches neither them nor prompts it counts them,
-    from 1 on after each start."""
+    """Whether vLLM names images and the like by their content. If it caches neither items nor prompts, it only numbers
+    them, and starts at 1 after each start."""
     multimodal = config.model_config.multimodal_config
     if multimodal is None or multimodal.mm_processor_cache_gb > 0:
         return True
@@ -181,7 +182,7 @@ def _group(cache: KVCacheConfig, group_id: int) -> GroupSpec:
     if any(_kind(other) is not kind for other in per_layer):
         raise refusal(f"group {group_id} mixes kinds of attention", "Report this model.")
     if any(getattr(layer, "non_causal", False) for layer in per_layer):
-        raise refusal("its prompts' first tokens see their last", "Run this model without kvtally.")
+        raise refusal("the first tokens of a prompt attend to the last ones", "Run this model without kvtally.")
     window = per_layer[0].sliding_window if isinstance(per_layer[0], SlidingWindowSpec) else 0
     return GroupSpec(
         kind=kind,
@@ -193,10 +194,11 @@ def _group(cache: KVCacheConfig, group_id: int) -> GroupSpec:
 
 
 def _page_bytes(cache: KVCacheConfig, names: list[str], per_layer: list[KVCacheSpec]) -> tuple[int, ...]:
-    """What of each layer is moved of a block.
+    """Bytes of one block in each layer.
 
-    Layers of one shape lie in one tensor. Of a group that has several shapes (an indexer beside its MLA, other heads in
-    some layers) vLLM tells its scheduler one: there pages are as long as their places, which the workers know as well.
+    Layers of one shape lie in one tensor. If a group has several shapes (an indexer beside its MLA, other heads in some
+    layers), vLLM tells its scheduler only one of them. Pages are then as long as their strides, which both the
+    scheduler and the workers know.
     """
     places = [_place(cache, name) for name in names]
     if len({id(place) for place in places}) == 1:
@@ -225,7 +227,7 @@ def _kind(spec: KVCacheSpec) -> GroupKind:
         if spec.mamba_cache_mode != "align":
             raise refusal(f"recurrent state in mode {spec.mamba_cache_mode!r}", "Enable prefix caching (mode 'align').")
         return GroupKind.RECURRENT
-    raise refusal(f"{type(spec).__name__} is a kind of KV cache we do not know", "Run this model without kvtally.")
+    raise refusal(f"{type(spec).__name__} is an unknown kind of KV cache", "Run this model without kvtally.")
 
 
 def _detail(spec: KVCacheSpec) -> dict[str, str]:
@@ -246,13 +248,13 @@ def _detail(spec: KVCacheSpec) -> dict[str, str]:
 
 
 def _backend(config: VllmConfig) -> str:
-    """The attention backend where the user chose one; the page format follows from it and from the device."""
+    """The device, and the attention backend if the user chose one: together they decide the format of a page."""
     chosen = config.attention_config.backend
     return f"{config.device_config.device_type}:{chosen.name if chosen is not None else 'default'}"
 
 
 def group_layouts(layout: EngineLayout, cache: KVCacheConfig, tensors: dict[str, torch.Tensor]) -> list[GroupLayout]:
-    """Where each group's layers lie in this rank's one buffer, checked against the tensors vLLM registered."""
+    """Where each group's layers lie in this rank's buffer, checked against the tensors that vLLM registered."""
     buffer_bytes = next(iter(tensors.values())).untyped_storage().nbytes()
     layouts = []
     for spec, names in zip(layout.groups, layout.layer_names, strict=True):
@@ -271,7 +273,7 @@ def _layer_view(cache: KVCacheConfig, name: str, page_bytes: int, tensors: dict[
     offset = placed.offset + placed.layers.index(name) * placed.layer_stride
     tensor = tensors[name]
     if tensor.storage_offset() * tensor.element_size() != offset:
-        raise refusal(f"layer {name} does not lie where vLLM's configuration says", "Report this model.")
+        raise refusal(f"layer {name} is not where vLLM's configuration says", "Report this model.")
     return LayerView(offset, placed.block_stride, page_bytes)
 
 

@@ -3,13 +3,12 @@
     LoadJob ─▶ slots of the lease ─▶ copy and verify ─▶ finished, or failed with a reason (vLLM then recomputes)
     SaveJob ─▶ put begin ─▶ copy ─▶ commit ─▶ reported, blocks let go
 
-The engine's thread only puts jobs into the queue and collects results. It puts in a save only after the step's forward
-has returned without an error, so a step that died publishes nothing; a rank that failed alone makes no hit either,
-because a hit needs every rank.
+The engine's thread only queues jobs and collects results. It queues a save only after the step's forward has returned
+without an error, so a step that died publishes nothing. Nor does a rank that failed alone: a hit needs every rank.
 
-Jobs are generators (`device`). Loads take turns (`core.turns`), and while the one before has all its copies under way,
-the next begins; saves go one after the other, when loads have nothing to do or have had their turns. Owns the rank's
-client and its view of engine memory.
+Jobs are generators (`device`). Loads take turns (`core.turns`): the next one begins as soon as the copies of the one
+before are all queued. Saves run one after the other, when no load has anything to do or loads have had enough turns.
+Owns the rank's client and its view of engine memory.
 """
 
 from __future__ import annotations
@@ -36,38 +35,38 @@ from kvtally.wire.messages import MissReason, PutObject, PutStatus
 
 log = logging.getLogger("kvtally.vllm")
 
-IDLE_S = 0.2
+IDLE_S = 0.2  # between two looks at the connection, without jobs
 CONNECT_S = 2.0
-SAVE_PAUSE_S = 0.002  # at least, between two looks at copies: nobody waits for them, and each disturbs the engine
-ANSWER_PAUSE_S = 0.0001  # between two looks for the store's answer, while other jobs go on
-MOST_LOAD_TURNS = 4  # without one for a save
-# While the engine's thread prepares and launches a step, this one leaves the interpreter to it, so long at most, and
-# then while that launches what chooses the next tokens: what is queued keeps the bus busy for longer.
+SAVE_PAUSE_S = 0.002  # shortest pause between two checks on a save: each disturbs the engine, and nobody waits
+ANSWER_PAUSE_S = 0.0001  # between two checks for the store's answer
+MOST_LOAD_TURNS = 4  # in a row, while a save waits
+# The thread stays off the interpreter while the engine's thread prepares and launches a step (for at most QUIET_S), and
+# again while that thread launches the sampler. The copies that are already queued keep the bus busy for longer.
 QUIET_S = 0.002
 SAMPLING_S = 0.001
-BEGIN_S = 0.001  # how long an engine that has nothing to compute waits until its load is on the way
+BEGIN_S = 0.001  # how long an idle engine waits for its load to get under way
 
 R = TypeVar("R")
 
-Job = Generator[float, None, None]  # it yields how long there is nothing to do for it
+Job = Generator[float, None, None]  # yields the seconds until it is worth continuing; 0: at once
 
 
 @dataclass(slots=True)
 class Results:
-    """What became ready since it was last collected."""
+    """Everything that ended since results were last collected. Loads go by request, saves by job id."""
 
-    finished: set[str] = field(default_factory=set)
+    finished: set[str] = field(default_factory=set)  # loads that ended, well or not
     failed: set[str] = field(default_factory=set)
-    saved: dict[int, int] = field(default_factory=dict)
+    loads: dict[str, LoadReport] = field(default_factory=dict)
+    saved: dict[int, int] = field(default_factory=dict)  # saves that ended, well or not: 1 rank each
+    stored: dict[int, int] = field(default_factory=dict)  # the saves that are in the store completely
+    lost: dict[int, str] = field(default_factory=dict)  # the saves that will never be there completely, and why
     saved_bytes: int = 0
     save_seconds: list[float] = field(default_factory=list)
-    loads: dict[str, LoadReport] = field(default_factory=dict)
-    stored: dict[int, int] = field(default_factory=dict)  # as `saved`: those of which nothing is missing in the store
-    lost: dict[int, str] = field(default_factory=dict)  # those of which something will be missing, and why
 
 
 def refused(jobs: StepJobs) -> Results:
-    """What a worker answers that serves without reuse, because only it knows why it must: the scheduler half waits."""
+    """The results of a worker that transfers nothing. The scheduler half does not know that, and waits for results."""
     loads = [load.request for load in (*jobs.loads, *jobs.early_loads)]
     saves = [save.id for save in (*jobs.saves, *jobs.late_saves)]
     return Results(
@@ -80,7 +79,7 @@ def refused(jobs: StepJobs) -> Results:
 
 
 class Saved(NamedTuple):
-    """What became of a save job. It is neither stored nor lost while somebody else is writing the same."""
+    """How a save job ended. It is neither stored nor lost if another engine is writing the same object."""
 
     saved_bytes: int = 0
     is_stored: bool = False
@@ -88,7 +87,7 @@ class Saved(NamedTuple):
 
 
 class WorkerHalf:
-    """`connect` makes this rank's client; it is called in the thread that uses it."""
+    """`connect` makes this rank's client. The thread that uses the client calls it."""
 
     def __init__(self, layout: EngineLayout, rank: int, connect: Callable[[], StoreClient]) -> None:
         self._layout = layout
@@ -102,21 +101,21 @@ class WorkerHalf:
         self._saves: deque[Job] = deque()
         self._load_turns = 0
         self._pause_s = 0.0
-        # Set by the engine's first step: while it still captures CUDA graphs, other threads must leave CUDA alone.
+        # Set by the engine's first step. Before that the engine captures CUDA graphs, and no other thread may use CUDA.
         self._is_serving = False
         self._quiet_until_s = 0.0
-        self._is_launched = threading.Event()  # the last step that was prepared
+        self._is_launched = threading.Event()  # whether the step that was prepared last has been launched
         self._is_launched.set()
-        self._has_begun = threading.Event()  # some load, since it was last cleared
-        self._news = threading.Condition()  # guards what follows; told whenever a job is done
-        self._unfinished = 0  # jobs given and not done
+        self._has_begun = threading.Event()  # a load has begun since this was cleared
+        self._news = threading.Condition()  # guards the four fields below; notified when a job ends
+        self._unfinished = 0  # jobs that were queued and have not ended
         self._results = Results()
-        self._has_told = False  # of a load that has ended, the last time
-        self._was_refused = False  # a save, and that was said
+        self._has_told = False  # the last collection reported a load that had ended
+        self._was_refused = False  # the store has refused a save, and the log says so
         self._thread = threading.Thread(target=self._run, name="kvtally-worker", daemon=True)
 
     def register(self, layouts: list[GroupLayout], memory: object, device: Device[Any, Any]) -> None:
-        """Engine memory is known: check it against the namespace and start to work."""
+        """Engine memory is known now: check it against the namespace and start the thread."""
         validate(self._layout.namespace, {self._rank: layouts})
         self._layouts, self._memory, self._device = layouts, memory, device
         self._thread.start()
@@ -124,24 +123,24 @@ class WorkerHalf:
     # ---- the engine's thread
 
     def prepare(self) -> None:
-        """A step begins; it is launched when `collect` is called."""
+        """A step begins. It has been launched once `collect` is called."""
         self._is_launched.clear()
         self._quiet_until_s = time.monotonic() + QUIET_S
 
     def load(self, jobs: list[LoadJob]) -> None:
-        """Called after the step was launched, if that touches any block: those to be loaded may be zeroed by it."""
+        """For steps that touch blocks. Called after the launch: the step may zero the blocks that are to be loaded."""
         self._give(jobs)
 
     def load_first(self, jobs: list[LoadJob]) -> None:
-        """Called at the beginning of a step that touches no block. What is left of it is done while bytes are on their
-        way: the thread would not get the interpreter before its end."""
+        """For steps that touch no block. Called at the step's beginning, so that bytes travel while vLLM does the rest
+        of the step. It waits a moment: otherwise the thread would not get the interpreter before the step's end."""
         if jobs:
             self._has_begun.clear()
             self._give(jobs)
             self._has_begun.wait(BEGIN_S)
 
     def save(self, jobs: list[SaveJob]) -> None:
-        """Called after the step was launched: blocks to be saved may still be written by it."""
+        """Called after the launch: the step may still write the blocks that are to be saved."""
         self._give(jobs)
 
     def _give(self, jobs: Sequence[LoadJob | SaveJob]) -> None:
@@ -154,8 +153,8 @@ class WorkerHalf:
             self._jobs.put((job, fence))
 
     def collect(self, wait_s: float = 0.0) -> Results:
-        """What became ready; with nothing ready and jobs under way, wait at most so long for the next. Not right after
-        a load has ended: vLLM may hear of that only when this step is over too."""
+        """Take the results so far. If there are none, but jobs are under way, wait up to `wait_s` for one. There is no
+        wait right after a load has ended: vLLM may act on that load only when this step is over, too."""
         self._is_serving = True
         if not self._is_launched.is_set():
             self._quiet_until_s = time.monotonic() + SAMPLING_S
@@ -169,8 +168,8 @@ class WorkerHalf:
         return results
 
     def finish_saves(self, timeout_s: float) -> Results:
-        """Wait until no job is under way, at most so long, and say what became of saves. Loads, and what is counted,
-        are left to `collect`."""
+        """Wait up to `timeout_s` until no job is under way, and take the results of saves. Results of loads, and the
+        bytes and seconds of saves, stay for `collect`."""
         self._is_launched.set()
         self._quiet_until_s = 0.0
         with self._news:
@@ -188,18 +187,18 @@ class WorkerHalf:
 
     def _run(self) -> None:
         client = self._connect()
-        client.connect(CONNECT_S)  # else the first load, right after the start, finds no session to read through
+        client.connect(CONNECT_S)  # a load right after the start would find no session to read through
         while self._take(client):
             self._keep_quiet()
             try:
                 self._round(client)
-            except Exception:  # the supervisor's edge: jobs go on in the next round
-                log.exception("the arena could not be looked after")
+            except Exception:  # the supervisor's edge: jobs continue in the next round
+                log.exception("kvtally: the arena could not be pinned, or the connection not be served")
         self._device.pin(None)
         client.close()
 
     def _keep_quiet(self) -> None:
-        """While the engine's thread has a step to launch; through one step at most."""
+        """Stay off the interpreter while the engine's thread launches a step; for the length of one step at most."""
         now_s = time.monotonic()
         deadline_s = now_s + QUIET_S + SAMPLING_S
         while (until_s := min(self._quiet_until_s, deadline_s)) > now_s:
@@ -210,7 +209,7 @@ class WorkerHalf:
             now_s = time.monotonic()
 
     def _round(self, client: StoreClient) -> None:
-        """A turn for one load, and for a save if loads have nothing to do or have had enough."""
+        """Give one load a turn; and a save, if no load has anything to do or loads have had MOST_LOAD_TURNS."""
         if self._loads or self._saves:
             pause_s = self._load_some()
             self._has_begun.set()
@@ -224,7 +223,7 @@ class WorkerHalf:
             self._device.pin(client.arena)
 
     def _load_some(self) -> float:
-        """Whoever has something to do does it; else how long nobody has."""
+        """Let the first load that can go on do so, and return 0. If none can, return the seconds until one may."""
         pause_s = math.inf
         for load in self._loads.order():
             next_s = self._turn(load)
@@ -245,7 +244,7 @@ class WorkerHalf:
         return next_s or 0.0
 
     def _take(self, client: StoreClient) -> bool:
-        """New jobs, waited for as long as there is nothing to do; False when asked to stop."""
+        """Take new jobs; wait for them if there is nothing else to do. False: asked to stop."""
         pause_s = self._pause_s if self._loads or self._saves else IDLE_S
         self._pause_s = 0.0
         try:
@@ -263,13 +262,13 @@ class WorkerHalf:
 
     @staticmethod
     def _turn(job: Job) -> float | None:
-        """A job goes on: how long it has nothing to do now (0: it did something), or None: it is over."""
+        """Continue a job: the seconds until it is worth continuing again (0: at once), or None if it has ended."""
         try:
             return next(job)
         except StopIteration:
             return None
-        except Exception:  # the supervisor's edge; each job has settled itself by then
-            log.exception("a transfer failed")
+        except Exception:  # the supervisor's edge; the job has recorded its result by now
+            log.exception("kvtally: a transfer failed")
             return None
 
     def _load(self, job: LoadJob, fence: Any, client: StoreClient) -> Job:
@@ -277,7 +276,7 @@ class WorkerHalf:
         report = LoadReport(reason=MissReason.STORE_UNREACHABLE)
         try:
             report = yield from self._load_all(client, job, fence)
-        finally:  # whatever happened, vLLM waits for this request's name
+        finally:  # vLLM waits for this request, whatever happened to its load
             report.seconds = time.monotonic() - begun
             with self._news:
                 self._unfinished -= 1
@@ -297,7 +296,8 @@ class WorkerHalf:
         moved_bytes, is_covered = 0, False
 
         def moves() -> Iterator[Move]:
-            """Worked out while the first are on their way; so is whether these are all there should be."""
+            """Worked out while the first ones are already being copied. At the end, `is_covered` says whether they
+            write every block that they should."""
             nonlocal moved_bytes, is_covered
             for slot in slots:
                 ids, skip = self._targets(job, slot.index, slot.key.group)
@@ -312,21 +312,21 @@ class WorkerHalf:
 
         checksums = yield from self._device.load(self._memory, moves(), fence)
         if not is_covered:
-            return LoadReport(reason=MissReason.ABSENT)  # less than was promised: no block is left unwritten
-        if not is_verified:  # then only the lease says that nobody else wrote there during the copy
+            return LoadReport(reason=MissReason.ABSENT)  # the store named fewer objects than it had promised
+        if not is_verified:  # only a standing lease proves that nobody wrote to the slots during the copy
             standing = yield from _answer(client, client.confirm(lease))
             return LoadReport(reason=standing.reason) if isinstance(standing, Miss) else LoadReport(moved_bytes)
         for slot, checksum in zip(wanted, checksums, strict=True):
             assert checksum is not None  # each move had a seed
             missed = client.accept(slot, checksum)
             if missed is not None:
-                client.release([lease])  # reports what did not verify
+                client.release([lease])  # tells the store which object did not verify
                 return LoadReport(reason=missed.reason)
         return LoadReport(moved_bytes, verified=True)
 
     def _targets(self, job: LoadJob, index: int, group: int) -> tuple[list[int], int]:
-        """The blocks that this object is to be written to, and how many of its leading blocks are not. None where the
-        store names what was not asked for."""
+        """The blocks that this object is written to, and how many of its leading blocks are skipped. No blocks if the
+        store names an object that nobody asked for."""
         if not (index < len(job.ends) and group < len(self._layout.groups)):
             return [], 0
         spec = self._layout.groups[group]
@@ -340,7 +340,7 @@ class WorkerHalf:
         saved = Saved(lost=MissReason.STORE_UNREACHABLE)
         try:
             saved = yield from self._save_all(client, job, fence)
-        finally:  # whatever happened, the job's blocks are let go
+        finally:  # the job's blocks are held until this result is reported
             with self._news:
                 self._unfinished -= 1
                 self._news.notify()
@@ -357,7 +357,7 @@ class WorkerHalf:
         if isinstance(puts, Miss):
             if puts.reason == MissReason.REFUSED and not self._was_refused:
                 self._was_refused = True
-                log.warning("kvtally: the store refuses what is to be saved: %s", puts.detail)
+                log.warning("kvtally: the store refuses to save this engine's KV: %s", puts.detail)
             return Saved(lost=puts.reason)
         is_whole = all(put.status in (PutStatus.WRITE, PutStatus.PRESENT) for put in puts)
         lost = MissReason.ARENA_FULL if any(put.status is PutStatus.FULL for put in puts) else ""
@@ -370,7 +370,7 @@ class WorkerHalf:
             checksums = yield from _unhurried(self._device.save(self._memory, moves, fence))
             is_copied = True
         finally:
-            if not is_copied:  # nothing writes there any more; else the store keeps the slots for as long as we live
+            if not is_copied:  # tell the store that nobody writes there any more, or it keeps the slots while we live
                 client.put_end(abort=[put for put, _ in given])
         commit = [(put, checksum) for (put, _), checksum in zip(given, checksums, strict=True) if checksum is not None]
         ended = yield from _answer(client, client.put_end(commit=commit))

@@ -288,7 +288,7 @@ def refused(config: Any, **changes: Any) -> IncompatibleError:
 
 
 def test_what_sees_the_end_of_a_prompt_is_not_the_same_with_another_end() -> None:
-    assert "see their last" in str(refused(engine(), non_causal=True))
+    assert "attend to the last" in str(refused(engine(), non_causal=True))
 
 
 def test_drafts_are_not_what_their_tokens_say() -> None:
@@ -341,7 +341,7 @@ def misplaced() -> dict[str, Any]:
 
 def test_memory_that_is_not_as_configured_is_refused(misplaced: dict[str, Any]) -> None:
     connector = worker(configs({"first": full()})[0])
-    with pytest.raises(IncompatibleError, match="does not lie where"):
+    with pytest.raises(IncompatibleError, match="is not where"):
         connector.register_kv_caches(misplaced)
 
 
