@@ -21,6 +21,7 @@ from kvtally.errors import IncompatibleError
 
 HEAD_ROWS = 2
 GAP = "  "  # between columns
+EXACT = 10_000_000
 
 T = TypeVar("T")
 Cells = tuple[str, ...]  # of one row
@@ -200,9 +201,9 @@ class StatsPage:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         now, rates = self._now, _Rates(self._now, self._before)
-        tables = [_tier_table(now), _work_table(now, rates), _trouble_table(now)]
-        if tables[1].width > options.max_width:
-            tables[1:2] = [_filled(_LEFT, _lookup_rows(now, rates)), _filled(_RIGHT, _save_rows(now))]
+        tables = [_tier_table(now), _trouble_table(now), _work_table(now, rates)]
+        if tables[-1].width > options.max_width:
+            tables[-1:] = [_filled(_LEFT, _lookup_rows(now, rates)), _filled(_RIGHT, _save_rows(now))]
         tables = [table for table in tables if table.row_count]
         lists = [len(now.clients), len(now.namespaces)]
         rows = NO_EDGE
@@ -314,12 +315,12 @@ def _tier_table(now: Stats) -> Table:
 def _work_table(now: Stats, rates: _Rates) -> Table:
     """Lookups and bytes moved on the left, saves and leases on the right."""
     both = zip_longest(_lookup_rows(now, rates), _save_rows(now), fillvalue=())
-    rows = [(*left, *[""] * (len(_LEFT) - len(left)), "", *right) for left, right in both]
-    return _filled((*_LEFT, "", *_RIGHT), rows)
+    rows = [(*left, *[""] * (len(_LEFT) - len(left)), *right) for left, right in both]
+    return _filled((*_LEFT, *_RIGHT), rows)
 
 
 _LEFT = ("reuse and traffic", ">count", ">share", ">/s")
-_RIGHT = ("saves and leases", ">count")
+_RIGHT = ("saves, leases", ">count")
 
 
 def _lookup_rows(now: Stats, rates: _Rates) -> list[Cells]:
@@ -327,11 +328,11 @@ def _lookup_rows(now: Stats, rates: _Rates) -> list[Cells]:
     cut = sorted(lookups.misses.items(), key=lambda item: -item[1])
     share = _share(lookups.hit_tokens, lookups.asked_tokens)
     return [
-        ("lookups", f"{lookups.total:,}", "", rates.lookups),
-        ("  with a hit", f"{lookups.hits:,}", _share(lookups.hits, lookups.total)),
-        *((f"  cut short: {reason}", f"{count:,}", _share(count, lookups.total)) for reason, count in cut),
-        ("tokens asked for", f"{lookups.asked_tokens:,}"),
-        ("  reused", f"{lookups.hit_tokens:,}", share, rates.tokens),
+        ("lookups", _count(lookups.total), "", rates.lookups),
+        ("with a hit", _count(lookups.hits), _share(lookups.hits, lookups.total)),
+        *((f"cut short: {reason}", _count(count), _share(count, lookups.total)) for reason, count in cut),
+        ("tokens asked for", _count(lookups.asked_tokens)),
+        ("tokens reused", _count(lookups.hit_tokens), share, rates.tokens),
         ("saved", human_size(now.puts.bytes), "", rates.saved),
         *(row for tier in now.tiers for row in _traffic(tier, rates)),
     ]
@@ -348,10 +349,10 @@ def _save_rows(now: Stats) -> list[Cells]:
     puts = now.puts
     ends = {"committed": puts.committed, "aborted": puts.aborted, "expired": puts.expired, "rejected": puts.rejected}
     return [
-        ("saves begun", f"{puts.begun:,}"),
-        *((f"  {name}", f"{count:,}") for name, count in ends.items()),
-        ("leases open", f"{now.leases.open:,}"),
-        ("leases expired", f"{now.leases.expired:,}"),
+        ("saves begun", _count(puts.begun)),
+        *((f"  {name}", _count(count)) for name, count in ends.items()),
+        ("leases open", _count(now.leases.open)),
+        ("leases expired", _count(now.leases.expired)),
     ]
 
 
@@ -419,6 +420,11 @@ def _height(table: Table) -> int:
 
 def _list_height(lines: int) -> int:
     return lines + 1 if lines else 0  # with its heading
+
+
+def _count(number: int) -> str:
+    """Exact up to ten million, then in millions: nine characters at most, so that a page fits 80 columns."""
+    return f"{number:,}" if number < EXACT else f"{number / 1e6:,.0f}M"
 
 
 def _share(part: int, whole: int) -> str:

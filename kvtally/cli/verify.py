@@ -100,7 +100,7 @@ def _print_observation(seen: Observation) -> None:
     verdict = f"{told.verdict}{f':{told.reason}' if told.reason else ''}" if told else "-"
     places = ", ".join(f"{place} {tokens:,}" for place, tokens in told.sources.items()) if told else ""
     reused, computed = (f"{told.reused_tokens:,}", f"{told.computed_tokens:,}") if told else ("-", "-")
-    cells = CELLS.format(seen.case, seen.turn, seen.prompt_tokens, answer, reused, computed)
+    cells = CELLS.format(seen.case, seen.turn, f"{seen.prompt_tokens:,}", answer, reused, computed)
     rest = printable(", ".join(filter(None, [verdict, places])))
     if len(cells) + len(rest) <= columns():
         typer.echo(cells + rest)

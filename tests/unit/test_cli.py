@@ -558,10 +558,15 @@ class TestEightyColumns:
         assert {len(line) > 80 for line in narrow.splitlines()} == {False}
         assert sorted(narrow.split()) == sorted(page(BUSY, width=10_000).split())
 
-    def test_stat_stands_side_by_side_where_there_is_room(self) -> None:
-        assert len(page(BUSY, width=100).splitlines()) < len(page(BUSY, width=80).splitlines())
-        quiet = {**BUSY, "lookups": {"total": 1_234_567, "hits": 1_034_567}}
-        assert len(page(quiet, width=80).splitlines()) == len(page(quiet, width=10_000).splitlines())
+    def test_stat_is_side_by_side_where_there_is_room(self) -> None:
+        assert len(page(BUSY, width=80).splitlines()) == len(page(BUSY, width=10_000).splitlines())
+        assert len(page(BUSY, width=79).splitlines()) > len(page(BUSY, width=80).splitlines())
+
+    def test_watch_shows_trouble_first(self) -> None:
+        """On 24 rows, even with five kinds of it and four kinds of misses."""
+        lines = screen(BUSY, width=80, height=24).splitlines()
+        for word in ("KV-601", "KV-602", "postponed", "dropped", "limbo", "tokens reused", "disk written"):
+            assert [line for line in lines if word in line]
 
     @pytest.mark.parametrize("clients", [7, 40, 256])
     def test_watch_shows_clients_and_namespaces_on_24_rows(self, clients: int) -> None:
