@@ -45,17 +45,6 @@ class Answer(NamedTuple):
     told: dict[str, str]
     margins: list[float] = []
 
-    def agrees_with(self, other: Answer, slack: float) -> bool:
-        """Token by token, up to one that led by less than `slack`: in a batch an engine rounds differently."""
-        for token, wanted, margin in zip(self.tokens, other.tokens, other.margins, strict=True):
-            if token != wanted:
-                return margin <= slack
-        return True
-
-    def is_as(self, other: Answer, tolerance: float = 1e-3) -> bool:
-        near = (abs(a - b) <= tolerance for a, b in zip(self.logprobs, other.logprobs, strict=True))
-        return self.tokens == other.tokens and all(near)
-
 
 class Refused(TransportError):
     """The server answered with an error status."""
