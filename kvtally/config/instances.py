@@ -1,6 +1,6 @@
 """An engine behind the router, as people write it: `http://10.0.0.7:8000,store=tcp://10.0.0.7:7400`. Pure.
 
-Owns the one reader of that text. `router.pool` decides what to do with an instance.
+Owns the one reader of that text. `router.fleet` decides what to do with an instance.
 """
 
 from __future__ import annotations

@@ -51,12 +51,12 @@ class Half(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     load_ms: float = 0.0
     verified: bool = False
     reason: str = ""
-    exposed_ms: float = 0.0  # of `wait_ms`: after the engine had come to the request
-    left_tokens: int = 0  # found, and computed because that was faster than loading them
-    load_estimate_ms: float = 0.0  # what that was decided by; 0 where there was nothing to weigh
+    exposed_ms: float = 0.0  # the part of `wait_ms` after the engine had come to the request
+    left_tokens: int = 0  # found in the store, but computing them was faster than loading them
+    load_estimate_ms: float = 0.0  # the two estimates behind that decision; 0 if there was none to make
     compute_estimate_ms: float = 0.0
-    # Whether who holds a prompt holds each of its beginnings, too. Not with recurrent states: they are at its end, and
-    # at some places before.
+    # Whether an instance that holds a prompt also holds each of its beginnings. Not so with recurrent states, which are
+    # kept at the end and at some places before it.
     holds_beginnings: bool = True
 
     @property

@@ -1,9 +1,9 @@
-"""Which instance serves a request: what it has seen of the prompt, how busy it is, and whether prefill is worth it.
+"""Which instance serves a request: how much of the prompt it has seen, how busy it is, and whether prefill is worth it.
 
-The router has no tokenizer, so a prompt is known by its bytes: `prints_of` makes a chain of digests of its beginnings,
-`PrefixMap` remembers which instance has seen which, `choose` picks one, `skip_prefill` says when prefill need not see
-the request, `Pace` when a prefill instance has been silent for too long. Pure: time is an argument, and equal arguments
-give equal answers.
+The router has no tokenizer, so it knows a prompt by its bytes. `prints_of` makes digests of a prompt's beginnings,
+`PrefixMap` remembers which instance has seen which of them, `choose` picks an instance, `skip_prefill` says when it is
+not worth asking prefill, and `Pace` when a prefill instance has been silent for too long. Pure: time is an argument,
+and equal arguments give equal answers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import NamedTuple
 from blake3 import blake3
 
 STEP_BYTES = 512  # the first boundaries; later ones lie an eighth of their position apart
-PARTS = 16  # of a prompt's parts (messages), the ends of so many last ones are boundaries too
+PARTS = 16  # the ends of this many last parts (messages) are boundaries, too
 DIGEST_BYTES = 16
-BYTES_PER_TOKEN = 4  # a rough word for text; token ids are printed as 4 bytes each
-LEAST_SILENCE_S, SEVERAL = 2.0, 5  # a prefill is silent after so many times its usual time, and not before 2 s
-SLACK = 4  # so many requests more than the least loaded one may an instance have that holds the prefix
+BYTES_PER_TOKEN = 4  # a rough estimate for text; the digests of token ids take 4 bytes for each
+LEAST_SILENCE_S, SEVERAL = 2.0, 5  # prefill is silent after five times its usual time, and not before 2 s
+SLACK = 4  # an instance that holds the prefix may have this many requests more than the least loaded one
 
 
 class Print(NamedTuple):
@@ -36,8 +36,8 @@ class Print(NamedTuple):
 def prints_of(root: bytes, parts: Sequence[bytes | memoryview]) -> list[Print]:
     """Digests of a prompt's beginnings, ascending; the last is the whole prompt's.
 
-    `root` is everything that must be equal for any of it to be shared (tenant, model, tools). Where boundaries lie
-    depends only on their position and on where parts end: a conversation has those of its beginning, some turns on.
+    `root` is everything that must be equal before two prompts can share anything: tenant, model, tools. Boundaries
+    depend only on positions and on where parts end, so a longer conversation has all boundaries of its beginning.
     """
     ends = list(accumulate(map(len, parts)))
     whole = parts[0] if len(parts) == 1 else b"".join(parts)  # a single part may be large: it is not copied
@@ -58,14 +58,14 @@ def _steps(total_bytes: int) -> Iterator[int]:
 
 
 class Held(NamedTuple):
-    """How much of a prompt an instance has seen, and how much of that it was proved to hold."""
+    """How many bytes of a prompt an instance has seen, and how many of those it was proved to hold."""
 
     seen_bytes: int
     proved_bytes: int
 
 
 class PrefixMap:
-    """Which instance has seen which beginnings: at most `capacity` of them, each for `lifetime_ns` since last seen."""
+    """Which instance has seen which beginnings. Keeps at most `capacity`, each for `lifetime_ns` after its last use."""
 
     def __init__(self, *, capacity: int, lifetime_ns: int) -> None:
         self._capacity = capacity
@@ -76,7 +76,7 @@ class PrefixMap:
         return len(self._entries)
 
     def learn(self, prints: Sequence[Print], instance: str, now_ns: int, *, proved: bool) -> None:
-        """The instance has computed or loaded this prompt. What was proved stays proved until `doubt`."""
+        """The instance has computed or loaded this prompt. A proof counts until `doubt` takes it back."""
         for item in prints:
             seen = self._entries.setdefault(item.digest, {})
             seen[instance] = now_ns, proved or seen.get(instance, (0, False))[1]
@@ -85,21 +85,21 @@ class PrefixMap:
             self._entries.popitem(last=False)
 
     def doubt(self, prints: Sequence[Print], instance: str) -> None:
-        """It turned out not to hold what it was believed to hold."""
+        """The instance turned out not to hold this prompt."""
         for item in prints:
             seen = self._entries.get(item.digest)
             if seen is not None and instance in seen:
                 seen[instance] = seen[instance][0], False
 
     def forget(self, instance: str) -> None:
-        """It was restarted: it holds nothing any more."""
+        """The instance was restarted, so it holds nothing any more."""
         for digest, seen in list(self._entries.items()):
             seen.pop(instance, None)
             if not seen:
                 del self._entries[digest]
 
     def holders(self, prints: Sequence[Print], now_ns: int) -> dict[str, Held]:
-        """By instance, the longest beginnings that it has seen and was proved to hold."""
+        """For each instance, the longest beginning that it has seen, and the longest that it was proved to hold."""
         found: dict[str, Held] = {}
         for item in reversed(prints):
             for instance, (seen_ns, is_proved) in self._entries.get(item.digest, {}).items():
@@ -113,9 +113,9 @@ class PrefixMap:
 class Why(StrEnum):
     """Why an instance was chosen."""
 
-    AFFINITY = "affinity"  # it has seen the longest part of the prompt
-    LEAST_LOADED = "least_loaded"  # nobody has seen anything of it
-    BUSY = "busy"  # who has seen most of it is too busy
+    AFFINITY = "affinity"  # it has seen the longest beginning of the prompt
+    LEAST_LOADED = "least_loaded"  # no instance has seen any of the prompt
+    BUSY = "busy"  # the instance that has seen most of it is too busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Choice(NamedTuple):
 def choose(candidates: Sequence[Candidate], held: Mapping[str, Held], *, turn: int) -> Choice | None:
     """The instance that holds most of the prompt, unless it is much busier than the least loaded one.
 
-    None where there are no candidates. `turn` decides between equals: with a number that grows they take turns.
+    None if there are no candidates. `turn` decides between equals: if it grows with each call, they take turns.
     """
     if not candidates:
         return None
@@ -155,17 +155,17 @@ def _seen(held: Mapping[str, Held], candidate: Candidate) -> int:
 
 
 class Skip(StrEnum):
-    """Why prefill does not see a request. The first two are decided here, the others by what the request asks for."""
+    """Why prefill is not asked. The first two depend on the prompt's length, the others on what the request asks."""
 
-    SHORT = "short"  # computing it is cheaper than moving it
-    HELD = "held"  # decode was proved to hold all but a short rest
+    SHORT = "short"  # computing the prompt is cheaper than moving it
+    HELD = "held"  # decode was proved to hold the prompt, but for a short rest
     BATCH = "batch"  # several prompts in one request
     PROMPT_LOGPROBS = "prompt_logprobs"  # the engine computes the whole prompt for these, whatever is cached
     SEVERAL = "several"  # n > 1, where the flavour hands over to one reader only
 
 
 def skip_prefill(prompt_bytes: int, proved_bytes: int, *, from_tokens: int) -> Skip | None:
-    """Whether decode had better compute what it does not hold itself: fewer than `from_tokens` (0: never)."""
+    """Skip prefill if decode has fewer than `from_tokens` to compute. With 0, prefill is never skipped."""
     from_bytes = from_tokens * BYTES_PER_TOKEN
     if prompt_bytes < from_bytes:
         return Skip.SHORT
@@ -183,7 +183,7 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self.is_silent = False  # since it was found silent, until it answers
+        self.is_silent = False  # from the moment it was found silent until it answers
         self._usual_s: dict[int, float] = {}  # by size class
         self._under_way: dict[Hashable, tuple[int, float]] = {}  # by leg: size class, begin
         self._heard_s = 0.0
@@ -219,13 +219,13 @@ class Pace:
         silence_s = now_s - max(begun_s, self._heard_s)
         if silence_s <= max(LEAST_SILENCE_S, SEVERAL * max(usual_s)):
             return []
-        if not self.is_silent:  # perhaps this prompt just takes longer than others did: allow the next one more time
+        if not self.is_silent:  # perhaps this prompt just takes longer than earlier ones: give the next one more time
             self._learn(max(size for size, _ in self._under_way.values()), silence_s)
         self.is_silent = True
         return list(self._under_way)
 
     def _learn(self, size: int, took_s: float) -> None:
-        """Slow ones count more than fast ones, which may have found their prompts cached; but no single one doubles it
-        more than once."""
+        """A slow answer counts more than a fast one, whose prompt may have been cached. But a single answer at most
+        doubles what is usual."""
         known_s = self._usual_s.get(size, took_s)
         self._usual_s[size] = min(took_s, 2 * known_s) if took_s > known_s else known_s + (took_s - known_s) / 16

@@ -4,10 +4,10 @@
     GET  /health, /metrics, /instances             what the router knows
     GET  /receipts/{id}, /receipts?last=N          what was reused, for one request or the last ones
     POST /drain?instance=NAME, /undrain?...        take an instance out, or back in; needs the token
-    any other                                      passed on to a decode instance, but for engines' control calls
+    any other                                      passed on to a decode instance, except engines' control calls
 
-Stopping: no new connections, streams under way may end for a while, then they are cut. A second signal cuts them at
-once. Neighbours: `cli.route` (left), `proxy` (right). Threading: one event loop (uvloop).
+On the first signal the router takes no new connections and lets streams end for a while before it cuts them. A second
+signal cuts them at once. Neighbours: `cli.route` (left), `proxy` (right). Threading: one event loop (uvloop).
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ logger = logging.getLogger(__name__)
 
 STOP_S = 30.0
 SAME_SIGNAL_S = 0.5  # a service manager and `kvtally up` may both send the first one
-FIRST_TRY_S = 1.0  # how long a start waits for what stores say
+FIRST_TRY_S = 1.0  # how long the start waits for the stores to answer
 BACKLOG = 1_024
 KEEP_ALIVE_S = 75.0
-LINGER_S = 2.0  # how long a client that was refused may go on sending, so that it comes to read why
-OPEN_FILES = 65_536  # each stream takes two
-GARBAGE = (20_000, 20, 20)  # when to look for it: see `gc.set_threshold`
+LINGER_S = 2.0  # a refused client may go on sending for so long, or it would never read why it was refused
+OPEN_FILES = 65_536  # a stream takes two: one for the client, one for the engine
+GARBAGE = (20_000, 20, 20)  # for `gc.set_threshold`
 MOST_RECEIPTS, DEFAULT_RECEIPTS = 1_000, 100
 
-# Engines' calls that change them or tell about others; clients of a router have no business there. (vLLM 0.32 has most
-# of them only in its developer mode.)
+# Calls that change an engine, or tell about its other users. They are not for a router's clients. vLLM 0.32 serves most
+# of them only in its developer mode.
 _CONTROL = frozenset(
     {
         *("abort_requests", "collective_rpc", "fault_tolerance", "finish_weight_update", "get_world_size"),
@@ -104,17 +104,17 @@ class Router:
             logger=_http_logger(),
             keepalive_timeout=KEEP_ALIVE_S,
             lingering_time=LINGER_S,
-            auto_decompress=False,  # aiohttp would unpack what the intake has refused
+            auto_decompress=False,  # aiohttp would unpack even what the intake has refused
         )
 
     def cut(self) -> None:
-        """Drop every connection. Requests under way end as they do when their clients leave, and are logged."""
+        """Drop every connection. Requests in progress end as if their clients had left, and are logged."""
         for connection in self.server.connections:
             if connection.transport is not None:
                 connection.transport.abort()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request. A table is all the routing there is: aiohttp's own takes a tenth of a request's time."""
+        """Answer one request. A table is enough: aiohttp's own routing takes a tenth of a request's time."""
         handler = self._handlers.get((request.method, request.path.rstrip("/")))
         if handler is not None:
             return await handler(request)
@@ -122,14 +122,14 @@ class Router:
             return self._receipt(request.path.removeprefix("/receipts/"))
         parts = [part for part in request.path.split("/") if part]
         first = parts[0] if parts else ""
-        # vLLM's metrics answer to every path that begins with theirs.
+        # vLLM serves its metrics on every path that begins with `/metrics`.
         is_control = {first, "/".join(parts[:2])} & _CONTROL or first.startswith("metrics")
         if is_control or {".", ".."} & set(parts) or not request.path.startswith("/"):
             return _refused(404, "no such path here", "Ask the engine itself.")
         return await self._proxy.forward(request)
 
     async def _health(self, request: web.BaseRequest) -> web.Response:
-        """200 while requests can be answered at all; `degraded` where they cannot be answered as configured."""
+        """Status 200 while requests can be answered at all; `degraded` while some instance is down."""
         members = self.known.fleet.members.values()
         status = "ok" if all(member.is_up for member in members) else "degraded"
         if not any(member.is_up and not member.is_draining for member in self.known.fleet.decode.members):
@@ -172,7 +172,7 @@ class Router:
             refusal = self._refusal(request, "this router has no token, so it lists receipts only on its own machine")
             if refusal is not None:
                 return refusal
-        text = request.query.get("last", "")[:9]  # more digits are no larger a number of receipts
+        text = request.query.get("last", "")[:9]  # nine digits are more than the router keeps
         count = int(text) if text.isascii() and text.isdecimal() else DEFAULT_RECEIPTS
         return _json([record.tree() for record in self.known.book.last(min(count, MOST_RECEIPTS))])
 
@@ -204,12 +204,12 @@ class Router:
 
 @contextlib.asynccontextmanager
 async def running(config: RouterConfig, *, log_descriptor: int = 1, stop_s: float = STOP_S) -> AsyncIterator[Router]:
-    """A router that listens; it stops when the context is left."""
+    """A router that listens until the context is left."""
     fleet = Fleet(config.prefill, config.decode, timeout_s=config.timeout_s)
     flavour = FLAVOURS[config.flavour]
     addresses = sorted({member.instance.store for member in fleet.decode.members}) if flavour.has_receipts else []
     readers = {
-        # A name that leads nowhere yet is looked up again: the router serves without a store, too.
+        # A name that does not resolve yet is looked up again later: the router works without its stores, too.
         address: ReceiptReader(endpoint(address, token=config.token, ca_file=config.store_ca, must_resolve=False))
         for address in addresses
     }
@@ -234,12 +234,12 @@ async def running(config: RouterConfig, *, log_descriptor: int = 1, stop_s: floa
         )
         router = Router(config, proxy, Known(book, fleet, readers, lambda: log.lost), intake)
         watching = asyncio.create_task(_watch(fleet, readers, session, proxy))
-        watching.add_done_callback(lambda _: router.stopping.set())  # without it, nothing here can be relied on
+        watching.add_done_callback(lambda _: router.stopping.set())  # a router that watches nothing must not go on
         stack.push_async_callback(_end, watching, fleet)
         runner = web.ServerRunner(router.server, shutdown_timeout=stop_s)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        with contextlib.suppress(TimeoutError):  # else the very first responses could not say what was reused
+        with contextlib.suppress(TimeoutError):  # otherwise the first responses could not say what was reused
             async with asyncio.timeout(FIRST_TRY_S):
                 await asyncio.gather(*(reader.tried.wait() for reader in readers.values()))
         await web.SockSite(runner, listener, backlog=BACKLOG).start()
@@ -248,11 +248,11 @@ async def running(config: RouterConfig, *, log_descriptor: int = 1, stop_s: floa
 
 
 def run(config: RouterConfig, *, on_ready: Callable[[], None]) -> int:
-    """Serve until SIGTERM or Ctrl-C; the exit code."""
+    """Serve until SIGTERM or Ctrl-C. Returns the exit code."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
-    # A request makes hundreds of objects and no cycles: looking for these all the time takes time for nothing.
+    # A request makes hundreds of objects and no reference cycles, so collecting often would find nothing.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GARBAGE)
@@ -272,7 +272,7 @@ async def _serve(config: RouterConfig, on_ready: Callable[[], None]) -> None:
                 told_s = loop.time()
                 router.stopping.set()
             elif loop.time() - told_s >= SAME_SIGNAL_S:
-                router.cut()  # what is left of stopping is then done at once
+                router.cut()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
@@ -282,7 +282,7 @@ async def _serve(config: RouterConfig, on_ready: Callable[[], None]) -> None:
 
 
 async def _watch(fleet: Fleet, readers: dict[str, ReceiptReader], session: aiohttp.ClientSession, proxy: Proxy) -> None:
-    """All that goes on beside requests, until cancelled."""
+    """Everything that goes on beside requests, until cancelled."""
     async with asyncio.TaskGroup() as group:
         group.create_task(fleet.sweep())
         for reader in readers.values():
@@ -300,7 +300,7 @@ async def _end(watching: asyncio.Task[None], fleet: Fleet) -> None:
 
 
 def _http_logger() -> logging.Logger:
-    """aiohttp's, without a traceback for every client that does not speak HTTP."""
+    """The logger for aiohttp, which would write a traceback for every client that does not speak HTTP."""
     http_logger = logging.getLogger(f"{__name__}.http")
     http_logger.addFilter(_is_ours)
     return http_logger

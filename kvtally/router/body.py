@@ -24,7 +24,7 @@ from kvtally.router import elements
 Fields = dict[str, Raw]
 Overlay = Mapping[str, object]  # None: the field is left out
 
-# Addresses, block ids, salts and ranks: whoever sets these chooses instances, or reads what others cached.
+# Addresses, block ids, salts and ranks. A client that sets them chooses instances, or reads what others cached.
 RESERVED = frozenset(
     {
         *("kv_transfer_params", "ec_transfer_params", "cache_salt"),
@@ -32,11 +32,11 @@ RESERVED = frozenset(
         *("disagg_prefill_dp_rank", "routed_dp_rank", "data_parallel_rank"),
     }
 )
-IDS = "prompt_token_ids"  # beside the hand-off: where vLLM looks for what a chat's prompt was
+IDS = "prompt_token_ids"  # beside the hand-off; vLLM takes a chat's tokens from there
 CHAT_PATH = "/v1/chat/completions"
-NESTED = "vllm_xargs"  # the engine lays the members of this one beside its own `kv_transfer_params`
+NESTED = "vllm_xargs"  # the engine treats members of this one like `kv_transfer_params`
 
-# One token, at once, and nothing but the prompt computed for it. `min_tokens` would be refused with one token.
+# Prefill generates one token, and computes nothing but the prompt for it. vLLM refuses `min_tokens` above one token.
 _ONE_TOKEN: Overlay = {
     "max_tokens": 1,
     "stream": False,
@@ -52,13 +52,13 @@ _ONE_TOKEN: Overlay = {
     "echo": None,
     "return_token_ids": True,
 }
-# What a template or the engine may put at, or cut from, a prompt's beginning.
+# Fields with which a template or the engine changes the beginning of a prompt.
 _ROOT_FIELDS = (
     *("model", "tools", "tool_choice", "documents", "reasoning_effort", "chat_template", "chat_template_kwargs"),
     *("add_special_tokens", "truncate_prompt_tokens", "truncation_side", "mm_processor_kwargs", "media_io_kwargs"),
     *("response_format", "suffix"),
 )
-# Answers with the prompt's text in them, or a prompt made of two texts: ids would not do.
+# Fields that need the prompt's text: token ids would not do.
 _TEXTUAL = ("echo", "return_prompt_text", "suffix")
 
 SMALL_BYTES = 64 * 1024
@@ -96,16 +96,16 @@ class Kind(Enum):
 
 
 class Understood(NamedTuple):
-    """What the router knows of a request from its body."""
+    """Everything that the router reads from a body."""
 
     fields: Fields
-    reserved: list[str]  # what the client set and may not set; it is gone from `fields`
+    reserved: list[str]  # fields that the client may not set; they are no longer in `fields`
     kind: Kind = Kind.OTHER
     prints: Sequence[Print] = ()
 
 
 def understand(data: bytes, *, path: str, salt: str, is_generating: bool) -> Understood:
-    """Take a body apart. Raises RouteError KV-705 for anything but a JSON object of reasonable shape."""
+    """Take a body apart. Raises RouteError KV-705 unless it is a JSON object without too many elements."""
     fields = read_fields(data)
     reserved = scrub(fields)
     if not is_generating:
@@ -115,7 +115,7 @@ def understand(data: bytes, *, path: str, salt: str, is_generating: bool) -> Und
 
 
 def read_fields(data: bytes) -> Fields:
-    """The members of a JSON object. Raises RouteError KV-705 for anything else, and for more than anybody needs."""
+    """The members of a JSON object. Raises RouteError KV-705 for anything else, or for too many elements."""
     elements.check(data)
     try:
         return _object.decode(data)
@@ -126,12 +126,12 @@ def read_fields(data: bytes) -> Fields:
 
 
 def scrub(fields: Fields) -> list[str]:
-    """Take out what clients may not set; the names of what was there. Raises RouteError where that cannot be known."""
+    """Take out the fields that clients may not set, and return their names. Raises RouteError for unreadable ones."""
     found = [name for name in fields if name in RESERVED]
     for name in found:
         del fields[name]
     nested_object = fields.get(NESTED, _ABSENT)
-    if _starts(nested_object, b"{"):  # else the engine will say that it should be an object
+    if _starts(nested_object, b"{"):  # the engine refuses anything else itself
         told = _reserved.decode(nested_object)
         nested = [name for name in _reserved.type.__struct_fields__ if getattr(told, name) is not _ABSENT]
         if nested:
@@ -144,9 +144,9 @@ def scrub(fields: Fields) -> list[str]:
 
 
 def prompt_of(fields: Fields, *, is_chat: bool) -> tuple[Kind, list[memoryview]]:
-    """What the prompt is, and its bytes in parts, so that a conversation's next turn begins with the same parts.
+    """The kind of prompt, and its bytes in parts. The next turn of a conversation begins with the same parts.
 
-    The engine reads `messages` for a chat and `prompt` for a completion, and ignores the other; so does this."""
+    The engine reads `messages` for a chat and `prompt` for a completion, and ignores the other. So does this."""
     if is_chat:
         messages = fields.get("messages", _ABSENT)
         if not _starts(messages, b"["):
@@ -156,7 +156,7 @@ def prompt_of(fields: Fields, *, is_chat: bool) -> tuple[Kind, list[memoryview]]
     prompt = _only(fields.get("prompt" if is_plain else "prompt_embeds", _ABSENT))
     view = memoryview(prompt)
     if is_plain and _is_set(fields, "prompt_embeds"):
-        return Kind.BATCH, [view]  # the engine answers both
+        return Kind.BATCH, [view]  # the engine answers both of them
     if _starts(prompt, b'"'):
         return (Kind.TEXT if is_plain else Kind.OTHER), [view[1:-1]]
     if not _starts(prompt, b"["):
@@ -166,7 +166,7 @@ def prompt_of(fields: Fields, *, is_chat: bool) -> tuple[Kind, list[memoryview]]
 
 
 def _parts(messages: Raw) -> list[memoryview]:
-    """Each message; all of them as one where there are very many."""
+    """Each message as one part. If there are very many, all of them are one part."""
     whole = memoryview(messages)
     if len(whole) <= SMALL_BYTES and bytes(whole).count(b",") < elements.FEW:  # the usual case, and faster
         return [memoryview(message) for message in _array.decode(messages)]
@@ -176,8 +176,9 @@ def _parts(messages: Raw) -> list[memoryview]:
 
 
 def _ids(prompt: bytes) -> array[int] | None:
-    """The token ids in a JSON array; None where it holds anything else. A piece at a time: a list of a million Python
-    numbers would take five times as much memory as the text."""
+    """The token ids in a JSON array; None if it holds anything else.
+
+    It is read a piece at a time: a list of a million Python integers takes five times as much memory as its text."""
     ids = array("I")
     start, end = 1, len(prompt) - 1
     while start < end:
@@ -185,14 +186,14 @@ def _ids(prompt: bytes) -> array[int] | None:
         cut = end if cut < 0 else cut
         try:
             ids.extend(_numbers.decode(b"[%b]" % prompt[start:cut]))
-        except (msgspec.DecodeError, OverflowError, TypeError):  # texts, lists of ids, or what the engine refuses
+        except (msgspec.DecodeError, OverflowError, TypeError):  # texts, lists of ids, or nonsense
             return None
         start = cut + 1
     return ids
 
 
 def _only(prompt: Raw) -> Raw:
-    """The prompt in a list of one, as many clients send it, which is no batch; anything else as it is."""
+    """Many clients send one prompt in a list of one, which is not a batch. Unwraps it; returns others as they are."""
     if _starts(prompt, b"[") and bytes(memoryview(prompt)[1:64]).lstrip()[:1] in (b'"', b"["):
         members = _two.decode(prompt)
         return members.first if members.second is _ABSENT else prompt
@@ -204,12 +205,12 @@ def _starts(value: Raw, first: bytes) -> bool:
 
 
 def root_of(path: str, salt: str, fields: Fields) -> bytes:
-    """What two prompts must have in common for either to be of use to the other."""
+    """Everything that two requests must have in common to share a beginning of their prompts."""
     return b"\0".join([path.encode(), salt.encode(), *(memoryview(fields.get(name, _ABSENT)) for name in _ROOT_FIELDS)])
 
 
 def skip_of(kind: Kind, fields: Fields, *, has_one_reader: bool) -> Skip | None:
-    """Why prefill cannot help with this request, whatever its prompt is."""
+    """Why prefill cannot help with this request, however long its prompt is."""
     if kind is Kind.BATCH:
         return Skip.BATCH
     if _is_set(fields, "prompt_logprobs") or (_is_set(fields, "echo") and _is_set(fields, "logprobs")):
@@ -224,7 +225,7 @@ def is_streamed(fields: Fields) -> bool:
 
 
 def prefill_overlay(fields: Fields) -> dict[str, object]:
-    """What the prefill leg says differently."""
+    """The fields in which the prefill leg differs from the request."""
     overlay = dict(_ONE_TOKEN)
     if "max_completion_tokens" in fields:
         overlay["max_completion_tokens"] = 1
@@ -232,8 +233,10 @@ def prefill_overlay(fields: Fields) -> dict[str, object]:
 
 
 def handoff_overlay(kind: Kind, fields: Fields, ids: Raw | None, params: dict[str, object] | None) -> dict[str, object]:
-    """What decode is told, and, where prefill said which tokens it saw (`ids`), what makes decode see the very same:
-    the prompt itself, or, for messages, the place where vLLM looks for them; unless the text itself is needed."""
+    """The fields in which the decode leg differs from the request: the hand-off, and prefill's token ids.
+
+    With the ids decode sees exactly the tokens that prefill saw. For a completion they replace the prompt; for a chat
+    they go where vLLM looks for them; and where decode needs the text, they are left out."""
     overlay: dict[str, object] = {"kv_transfer_params": params}
     if ids is None or any(_is_set(fields, name) for name in _TEXTUAL):
         return overlay
@@ -245,7 +248,7 @@ def handoff_overlay(kind: Kind, fields: Fields, ids: Raw | None, params: dict[st
 
 
 def encode(fields: Fields, overlay: Overlay) -> bytes:
-    """The body of one leg."""
+    """Write the body of one leg."""
     members: dict[str, object] = {**fields, **overlay}
     return msgspec.json.encode({name: value for name, value in members.items() if value is not None})
 
@@ -255,5 +258,5 @@ def _is_set(fields: Fields, name: str) -> bool:
 
 
 def _word(fields: Fields, name: str) -> bytes:
-    """A value's first bytes: all of it, where it is as short as those that the router compares with."""
+    """The first bytes of a value: enough to compare it with `null`, `false` or a digit, however long it is."""
     return bytes(memoryview(fields[name])[:6]) if name in fields else b"null"

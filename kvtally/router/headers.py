@@ -1,4 +1,4 @@
-"""Headers: which pass through the router, in either direction, and those that it adds. Pure."""
+"""Headers: which ones pass through the router in either direction, and which ones it adds. Pure."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ HOP_BY_HOP = frozenset(
         *("te", "trailer", "transfer-encoding", "upgrade"),
     }
 )
-# Headers by which clients of one or another router choose an instance or a rank.
+# Headers with which clients of various routers choose an instance or a rank.
 CHOOSING = frozenset(
     {
         *("x-data-parallel-rank", "x-prefiller-url", "x-prefiller-host-port", "x-decoder-host-port"),
         *("x-gateway-destination-endpoint", "x-prefill-instance", "x-decode-instance"),
     }
 )
-# The router speaks for itself in these: the body is written anew, and no engine's answer needs to be unpacked.
+# The router sets these itself: it writes the body anew, and wants answers that it need not unpack.
 _OWN = frozenset({"host", "content-length", "content-encoding", "accept-encoding", "expect", "x-request-id"})
 _DROPPED = HOP_BY_HOP | CHOOSING | _OWN
 PREFIX = "x-kvtally-"
 
 
 def for_engine(headers: MultiMapping[str], *, ticket: str, tenant_header: str) -> CIMultiDict[str]:
-    """What an engine gets of a client's headers."""
+    """The headers that an engine gets."""
     named = _named_by_connection(headers)
     passed: CIMultiDict[str] = CIMultiDict()
     for name, value in headers.items():
@@ -39,12 +39,12 @@ def for_engine(headers: MultiMapping[str], *, ticket: str, tenant_header: str) -
 
 
 def choosing(headers: MultiMapping[str]) -> list[str]:
-    """The headers by which a client tries to choose instances."""
+    """The names of headers with which this client tries to choose instances."""
     return [name for name in headers if name.lower() in CHOOSING or name.lower().startswith(PREFIX)]
 
 
 def for_client(headers: MultiMapping[str]) -> CIMultiDict[str]:
-    """What a client gets of an engine's headers."""
+    """The engine's headers that a client gets."""
     named = _named_by_connection(headers)
     passed: CIMultiDict[str] = CIMultiDict()
     for name, value in headers.items():

@@ -1,11 +1,12 @@
-"""Reading receipts from stores: one connection for each store, many questions on it at once, none of which can hang.
+"""Reading receipts from stores: one connection to each store, with many questions at once, none of which can hang.
 
-Owns the connection's life (handshake, reconnecting) and the questions in flight. `client.StoreClient` does the same for
-engines, but waits in a thread of its own; here hundreds of requests wait together, in the event loop. A store that
-cannot be reached answers every question at once with why.
+Owns the connection (handshake, reconnecting) and the questions in flight. `client.StoreClient` does the same for
+engines, but it waits in the caller's thread; here hundreds of requests wait together in the event loop. While a store
+cannot be reached, every question is answered at once with the reason.
 
-The greeting of a unix socket brings descriptors for the arena. They are not asked for when reading, so the kernel drops
-them: a router never maps the arena. Neighbours: `tally` (what a receipt is worth), `wire` (the protocol).
+On a unix socket the store's greeting carries descriptors for its arena. This reader does not ask for them, so the
+kernel drops them: a router never maps an arena. Neighbours: `proxy` (asks), `judging` (what a receipt proves), `wire`
+(the protocol).
 """
 
 from __future__ import annotations
@@ -37,33 +38,33 @@ from kvtally.wire.messages import (
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 2.0
-RESOLVE_S = 0.5  # of that, for where a name leads now
+RESOLVE_S = 0.5  # of that time, for looking up the name
 FIRST_PAUSE_S, LONGEST_PAUSE_S, REFUSED_PAUSE_S = 0.05, 2.0, 10.0
 MOST_QUESTIONS = 8_192
-UNSENT_BYTES = 1 << 20  # a store that does not read is asked nothing more
-ANSWER_SLACK_S = 2.0  # beyond the wait that the store was asked for
+UNSENT_BYTES = 1 << 20  # with more unsent, the store does not read, and is asked nothing more
+ANSWER_SLACK_S = 2.0  # an answer may take this much longer than the store was asked to wait
 
 
 class Answer(NamedTuple):
-    """What a store said: a receipt, or none and, where the store could not be asked, why."""
+    """A store's answer: a receipt or none, and a reason if the store could not be asked."""
 
     receipt: Receipt | None
     reason: str = ""
 
 
 class ReceiptReader:
-    """Asks one store. `run` keeps the connection; without it every answer is `store_unreachable`."""
+    """Asks one store. `run` keeps the connection up; until it does, every answer is `store_unreachable`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self.problem = "store_unreachable"  # why questions are not asked; empty while connected
-        self.tried = asyncio.Event()  # whether the store answers at all is known
+        self.problem = "store_unreachable"  # empty while connected
+        self.tried = asyncio.Event()  # set once the first attempt has succeeded or failed
         self._session: _Session | None = None
         self._pause_s = FIRST_PAUSE_S
         self._jitter = random.Random()
 
     def ask(self, ticket: str, wait_ms: int) -> asyncio.Future[Answer]:
-        """Decode's half of a ticket, which the store may wait for so long. The future always ends by itself."""
+        """Ask for decode's half. The store may wait for it as long as this. The future always ends by itself."""
         loop = asyncio.get_running_loop()
         if self._session is None or self._session.is_busy:
             future: asyncio.Future[Answer] = loop.create_future()
@@ -72,7 +73,7 @@ class ReceiptReader:
         return self._session.ask(ticket, wait_ms)
 
     async def run(self) -> None:
-        """Connect, and again whenever the connection is lost, until cancelled."""
+        """Connect, and reconnect whenever the connection is lost, until cancelled."""
         while True:
             try:
                 await self._talk()
@@ -83,7 +84,7 @@ class ReceiptReader:
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     async def _talk(self) -> None:
-        """One connection, from its handshake to its end, which raises OSError or KVTallyError."""
+        """One connection, from its handshake to its end. Always ends by raising OSError or KVTallyError."""
         transport: asyncio.BaseTransport | None = None
         try:
             async with asyncio.timeout(HANDSHAKE_S):
@@ -102,14 +103,14 @@ class ReceiptReader:
 
     def _lost(self, error: KVTallyError | OSError) -> None:
         problem = "store_refused" if isinstance(error, IncompatibleError) else "store_unreachable"
-        if problem != self.problem or not self.tried.is_set():  # once, not with every attempt
+        if problem != self.problem or not self.tried.is_set():  # log it once, not at every attempt
             why = str(error) or "no answer in time"
             logger.warning("no receipts from the store at %s: %s", self.endpoint.address, why)
         self.problem = problem
         self.tried.set()
 
     async def _connect(self) -> tuple[asyncio.BaseTransport, _Session]:
-        """To the first of its addresses that answers; each has its share of the time."""
+        """Connect to the first of the store's addresses that answers. Each gets its share of the time."""
         targets = await self._targets()
         *others, last = targets
         for target in others:
@@ -119,7 +120,7 @@ class ReceiptReader:
         return await self._connect_to(*last)
 
     async def _targets(self) -> Targets:
-        """Where the store is: one that comes back on another machine has the same name, and another address."""
+        """The store's addresses now: a store that moved to another machine keeps its name, not its address."""
         known = self.endpoint
         if known.host:
             try:
@@ -127,7 +128,7 @@ class ReceiptReader:
                     loop = asyncio.get_running_loop()
                     found = await loop.getaddrinfo(known.host, known.port, type=socket.SOCK_STREAM)
                     return tuple((family, target) for family, _, _, _, target in found)
-            except OSError:  # a TimeoutError is one; then it is looked for where it was
+            except OSError:  # a TimeoutError is one; the store may still be where it was
                 if not known.targets:
                     raise
         return known.targets
@@ -144,7 +145,7 @@ class ReceiptReader:
                 remedy = "Run the router as the store's user, or reach the store over TCP."
                 check_owner(connection, self.endpoint.address, remedy=remedy)
             session = _Session(self.endpoint)
-            stack.callback(session.abort)  # cancelled half-way: by then the transport may hold the socket open
+            stack.callback(session.abort)  # if cancelled half-way, when the transport already holds the socket
             made = await loop.create_connection(
                 lambda: session,
                 sock=connection,
@@ -156,7 +157,7 @@ class ReceiptReader:
 
 
 class _Session(asyncio.Protocol):
-    """One connection. Ends on anything that does not belong to the protocol."""
+    """One connection. Anything that does not belong to the protocol ends it."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         loop = asyncio.get_running_loop()
@@ -168,7 +169,7 @@ class _Session(asyncio.Protocol):
         self._is_made = False
         self._transport: asyncio.Transport
         self._questions: dict[int, tuple[asyncio.Future[Answer], asyncio.TimerHandle]] = {}
-        self._frames: list[bytes] = []  # asked in this turn of the loop; sent together
+        self._frames: list[bytes] = []  # questions of this iteration of the loop, sent together
         self._last_id = 1  # the Hello
 
     @property
@@ -227,7 +228,7 @@ class _Session(asyncio.Protocol):
             self._transport.write(encode(self._hello(message)))
         elif isinstance(message, Welcome) and not self.welcomed.done():
             self.welcomed.set_result(None)
-        # Anything else answers a question whose time is over.
+        # Anything else answers a question that nobody waits for any more.
 
     def _hello(self, greeting: Greeting) -> Hello:
         remedy = "Give the router the token that the store was started with: --token-file FILE."
@@ -237,14 +238,14 @@ class _Session(asyncio.Protocol):
     def _settle(self, number: int, answer: Answer) -> None:
         future, deadline = self._questions.pop(number)
         deadline.cancel()
-        if not future.done():  # else its request is gone
+        if not future.done():  # otherwise its request is gone
             future.set_result(answer)
 
     def _end(self, error: Exception) -> None:
         for future in (self.welcomed, self.ended):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # whoever waits for it gets it; nobody need
+                future.exception()  # perhaps nobody waits for it: then asyncio must not complain
         self._transport.close()
 
 

@@ -1,10 +1,10 @@
-"""From an engine to a client: bytes as they come, at the speed at which the client takes them.
+"""From an engine to a client: bytes as they come, at the speed at which the client reads them.
 
-Owns how an answer is framed and how it ends: complete, or visibly cut. A stream that breaks off gets an error event;
-then the connection is closed without the end that HTTP prescribes, so that no client can take it for whole.
+Owns how an answer is framed and how it ends: complete, or visibly cut. A stream that breaks off gets an error event.
+Then the connection is closed without HTTP's end of a body, so no client can mistake the answer for a complete one.
 
-Head and body are written straight to aiohttp's connection, the head together with the first bytes: in the median
-request, what aiohttp does for a streamed response takes longer than all that the router decides about it.
+Head and body are written straight to aiohttp's connection, the head together with the first bytes. For the median
+request, aiohttp's own streamed response takes longer than everything that the router decides.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from multidict import CIMultiDict
 
 from kvtally.router.legs import Started
 
-UNTAKEN_BYTES = 8 * 1024  # below that no write waits for the client, so no deadline is needed
+UNTAKEN_BYTES = 8 * 1024  # with less than this in the buffer a write never waits, and needs no deadline
 LAST_WORDS_S = 1.0
 CLIENT_LEFT = "the client left"
 
 
 class Outgoing(web.StreamResponse):
-    """An answer on its way to the client. For aiohttp, which gets it in the end, nothing is left to do."""
+    """An answer on its way to the client. It is complete by the time aiohttp gets it, which then does nothing."""
 
     def __init__(self, request: web.BaseRequest, status: int, headers: CIMultiDict[str]) -> None:
         super().__init__(status=status)
@@ -38,7 +38,7 @@ class Outgoing(web.StreamResponse):
         if not self._is_kept:
             framing += "Connection: close\r\n"
         elif request.version < (1, 1):
-            framing += "Connection: keep-alive\r\n"  # else such a client waits for the end of the connection
+            framing += "Connection: keep-alive\r\n"  # otherwise an HTTP/1.0 client waits for the connection to close
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         text = f"HTTP/1.1 {status} {_phrase(status)}\r\n{lines}{framing}\r\n"
         self._head = text.encode("utf-8", "surrogateescape")
@@ -54,8 +54,8 @@ class Outgoing(web.StreamResponse):
         return None
 
     async def send(self, part: bytes, timeout_s: float, *, is_last: bool) -> bool:
-        """Write a part, the head before the first, the end after the last, each time at once: packets are what costs.
-        False where the client takes nothing for too long."""
+        """Write a part, together with the head if it is the first, and with the end if it is the last: each packet
+        costs. False if the client reads nothing for too long."""
         if self._is_chunked:
             end = b"0\r\n\r\n" if is_last else b""
             part = b"%x\r\n%b\r\n%b" % (len(part), part, end) if part else end
@@ -73,8 +73,8 @@ class Outgoing(web.StreamResponse):
         return True
 
     def cut(self, *, at_once: bool) -> None:
-        """Close the connection without the end of the answer. `at_once` drops what the client has not taken, and is
-        the only way where a closed connection is how an answer ends."""
+        """Close the connection without ending the answer. `at_once` drops what the client has not read yet. An answer
+        that ends when its connection closes can only be cut this way."""
         if self._request.transport is None:
             return
         if at_once or not self._is_chunked:
@@ -86,7 +86,7 @@ class Outgoing(web.StreamResponse):
 async def relay(
     request: web.BaseRequest, started: Started, headers: CIMultiDict[str], timeout_s: float
 ) -> tuple[Outgoing, str]:
-    """Pass an answer on. The second value says why it was cut, and is empty where it was not."""
+    """Pass an answer on. The second value says why it was cut; it is empty if the answer is complete."""
     response, part = started.response, started.first
     out = Outgoing(request, response.status, headers)
     try:

@@ -1,8 +1,8 @@
 """The request log: one line of JSON for each request, on standard output.
 
-Owns the way of lines from the event loop to a descriptor that may block: they are gathered for a moment and written by
-a thread. Whoever reads them slowly loses lines (counted), never requests. Threading: `write` in the event loop; the
-thread only takes whole batches from a bounded queue.
+Standard output may block, so the event loop gathers lines for a moment and a thread writes them. A reader that is too
+slow loses lines, which are counted; it never delays requests. Threading: `write` in the event loop; the thread takes
+whole batches from a bounded queue.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LAST_WORDS_S = 1.0
 
 
 class RequestLog:
-    """Started by entering it, in the event loop."""
+    """A context manager, entered in the event loop."""
 
     def __init__(self, descriptor: int) -> None:
         self.lost = 0
@@ -27,7 +27,7 @@ class RequestLog:
         self._lines: list[bytes] = []
         self._batches: queue.Queue[list[bytes] | None] = queue.Queue(MOST_BATCHES)
         self._timer: asyncio.TimerHandle | None = None
-        # A daemon: a reader that never reads must not keep the process.
+        # A daemon thread: a reader that never reads must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="request log", daemon=True)
 
     def __enter__(self) -> RequestLog:
@@ -67,5 +67,5 @@ class RequestLog:
             try:
                 while data:
                     data = data[os.write(self._descriptor, data) :]
-            except OSError:  # nobody reads any more
+            except OSError:  # nobody reads it any more
                 self.lost += len(lines)

@@ -1,8 +1,8 @@
-"""Tenants: whose cache a request may hit. Owns the key file and the salt that is made of a tenant's identity.
+"""Tenants: whose cache a request may hit. Owns the key file, and the salt that is made from a tenant's identity.
 
-The salt reaches engines as `cache_salt` and thereby every key of their caches and of the store: equal salts share,
-different ones never do. It is a keyed hash, so neither the API key nor another tenant's salt can be learned from it.
-Routers with the same key file give a tenant the same salt.
+Engines get the salt as `cache_salt`. It is part of every key in their caches and in the store, so requests share cached
+prompts only if their salts are equal. The salt is a keyed hash: it reveals neither the API key nor other tenants'
+salts. Routers with the same key file give a tenant the same salt.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _CONTEXT = "kvtally 2026-01 tenant salt"
 
 
 class Tenants:
-    """`header` is set by a trusted gateway; a client that can reach the router past it can name itself anything."""
+    """`header` must be set by a trusted gateway: a client that can bypass the gateway can claim to be any tenant."""
 
     def __init__(self, secret: str, *, header: str = "") -> None:
         self._key = blake3(secret.encode(), derive_key_context=_CONTEXT).digest()
         self._header = header
 
     def salt(self, headers: Mapping[str, str]) -> str:
-        """Of the tenant who sent these headers. Requests without any identity share one salt among themselves."""
+        """The salt of the tenant that sent these headers. Requests without any identity share one salt."""
         named = headers.get(self._header, "") if self._header else ""
         if named:
             return self._of(f"header\0{named}")
@@ -48,8 +48,8 @@ class Tenants:
 def load_secret(path: Path) -> str:
     """Read the key file, or make one that only its owner can read.
 
-    Where it can be neither read nor made for want of a place, this process goes on with a key of its own: tenants stay
-    apart, but what they cached is lost with the process, and another router would not find it.
+    If there is no place to make one, this process uses a key of its own. Tenants stay apart, but after a restart, or
+    through another router, nobody finds what was cached.
     """
     for _ in range(2):
         try:
@@ -73,7 +73,7 @@ def load_secret(path: Path) -> str:
 
 
 def _make(path: Path) -> None:
-    """Written aside and linked into place: two routers that start at once agree on one of their keys."""
+    """Write a temporary file and link it into place, so that two routers that start together agree on one key."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".salt-")  # mode 0600
     try:

@@ -1,14 +1,15 @@
-"""HTTP/1.1 to one engine: kept connections, one request at a time on each, bytes handed on as they come.
+"""HTTP/1.1 to one engine: connections that are kept, one request at a time on each, bytes passed on as they come.
 
-Owns just what a proxy needs of a client: aiohttp's takes 170 µs of processor time for each request, this 20, and in the
-median request that is the larger part of what a router adds (docs/decisions/0012). It speaks to engines that the
-operator named, never to addresses that clients choose. Strict: what is not plainly HTTP/1.1 ends the connection.
+Implements only what a proxy needs of a client. aiohttp's client takes 170 µs of processor time for each request, this
+one 20 µs; for the median request that was most of what the router added (docs/decisions/0012). It connects to engines
+that the operator named, never to addresses that clients choose. Anything that is not plainly HTTP/1.1 ends the
+connection.
 
     request ─▶ head ─▶ Response ─▶ read, read, ... b"" ─▶ close: kept if complete and both sides allow it, else aborted
 
-Deadlines are kept by `EngineClient.sweep`, which somebody calls now and then: a timer for each read would cost more
-than the read. Cancelling a wait, or closing a response that is not complete, ends the request at the engine.
-Threading: the event loop's.
+`EngineClient.sweep`, called twice a second, enforces deadlines: a timer for each read would cost more than the read.
+Cancelling a wait, or closing a response that is not complete, ends the request at the engine. Threading: the event
+loop.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ CONNECT_S = 5.0
 KEEP_ALIVE_S = 4.0  # vLLM's server closes idle connections after 5
 MOST_IDLE = 1_024
 HEAD_BYTES = 64 * 1024
-LINE_BYTES = 4 * 1024  # of a chunk's size, and of trailers
-HIGH_WATER_BYTES = 256 * 1024  # unread; beyond that the engine has to wait
+LINE_BYTES = 4 * 1024  # the longest line with a chunk's size, or with trailers
+HIGH_WATER_BYTES = 256 * 1024  # with more than this unread, the router stops reading and the engine has to wait
 
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [^\r\n]*)?")
 _SIZE = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?")
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_CONTROL = re.compile(rb"[\r\n\0]")  # would make another header of it, further on
+_CONTROL = re.compile(rb"[\r\n\0]")  # whoever reads the header next could take the rest for another header
 _END = b"\r\n\r\n"
 
 
@@ -48,7 +49,7 @@ class _State(Enum):
 
 
 class Response:
-    """An answer whose head is here. To be closed, whether or not it was read to its end."""
+    """An answer whose head has come. It must be closed, whether or not it was read to its end."""
 
     __slots__ = ("_connection", "headers", "status")
 
@@ -59,16 +60,16 @@ class Response:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of it has been read."""
+        """Whether the whole answer has been read."""
         return self._connection is None or self._connection.is_complete
 
     async def read(self) -> bytes:
-        """The next bytes; none at the end. Raises OSError: where the answer breaks off, or nothing comes in time."""
+        """The next bytes, or b"" at the end. Raises OSError if the answer breaks off or nothing comes in time."""
         connection = self._connection
         return b"" if connection is None else await connection.read()
 
     def close(self) -> None:
-        """Give the connection back, or cut it where the answer is not complete. Idempotent."""
+        """Give the connection back, or cut it if the answer is not complete. May be called twice."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.finish()
@@ -78,7 +79,7 @@ class EngineClient:
     """The connections to one engine."""
 
     def __init__(self, url: str) -> None:
-        self.timeout_s = 300.0  # for the next byte of an answer
+        self.timeout_s = 300.0  # the longest wait for the next byte of an answer
         parts = urlsplit(url)
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -93,8 +94,8 @@ class EngineClient:
     ) -> Response:
         """Send a request and wait for the head of its answer. Raises OSError.
 
-        A kept connection may be closed by the engine just now: where that happens before a byte of the answer, the
-        request is sent again, on a new one, if it `may_repeat`: the engine may have begun with it, too.
+        The engine may close a kept connection just as the request is sent. If no byte of an answer has come, and the
+        request `may_repeat`, it is sent again on a new connection. The engine may have begun with the first one.
         """
         data = self._encode(method, path, headers, body)
         kept = self._take_idle()
@@ -108,13 +109,13 @@ class EngineClient:
         return await connection.exchange(data, has_body=method != "HEAD")
 
     def sweep(self) -> None:
-        """End waits that have lasted too long."""
+        """End the waits that have lasted too long."""
         oldest_s = asyncio.get_running_loop().time() - self.timeout_s
         for connection in [item for item in self._waiting if item.waiting_since_s < oldest_s]:
             connection.expire(f"it sent nothing for {self.timeout_s:g} s")
 
     def give_up(self, problem: str) -> None:
-        """End the waits for answers of which nobody has seen a byte. A head is none: of a stream it comes at once."""
+        """End the waits for answers whose body has not begun. A head does not count: vLLM sends a stream's at once."""
         for connection in [item for item in self._waiting if not item.has_begun]:
             connection.expire(problem)
 
@@ -134,7 +135,7 @@ class EngineClient:
     def _take_idle(self) -> _Connection | None:
         now_s = asyncio.get_running_loop().time()
         while self._idle:
-            connection = self._idle.pop()  # the one used last: others grow old and are closed
+            connection = self._idle.pop()  # the one used last, so that surplus ones grow old and are closed
             if connection.is_usable and now_s - connection.idle_since_s < KEEP_ALIVE_S:
                 return connection
             connection.abort()
@@ -152,7 +153,7 @@ class EngineClient:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: the parser of its answers, and what of them is not read yet."""
+    """One connection, with the parser of its answers and the bytes that nobody has read yet."""
 
     def __init__(self, idle: deque[_Connection], waiting: set[_Connection]) -> None:
         self.idle_since_s = 0.0
@@ -171,13 +172,13 @@ class _Connection(asyncio.Protocol):
         self._problem: OSError = ConnectionResetError()
         self._parts: list[bytes] = []
         self._unread_bytes = 0
-        self._left_bytes = 0  # of the chunk, or of the body
-        self._rest = b""  # of a line that is not complete
+        self._left_bytes = 0  # still to come, of this chunk or of the body
+        self._rest = b""  # the beginning of a line that is not complete
         self._wants_line_end = False
         self._is_paused = False
         self._waiter: asyncio.Future[None] | None = None
 
-    # ---- for whoever asks
+    # ---- for EngineClient and Response
 
     @property
     def is_usable(self) -> bool:
@@ -199,7 +200,7 @@ class _Connection(asyncio.Protocol):
                 response = self._response
             return response
         finally:
-            if response is None:  # cancelled, perhaps: the engine must not go on with it
+            if response is None:  # perhaps cancelled: the engine must not go on with the request
                 self.abort()
 
     async def read(self) -> bytes:
@@ -232,7 +233,7 @@ class _Connection(asyncio.Protocol):
         self._wake()
 
     async def _wait(self) -> None:
-        """For something to happen. Raises OSError where nothing more will."""
+        """Wait for the next bytes or the end of the connection. Raises OSError if nothing more will come."""
         if self._state is not _State.BROKEN:
             self._waiter = self._loop.create_future()
             self.waiting_since_s = self._loop.time()
@@ -287,7 +288,7 @@ class _Connection(asyncio.Protocol):
     # ---- the parser
 
     def _take_head(self, data: bytes) -> bytes:
-        """Read heads until the final one; what follows it is returned."""
+        """Parse heads up to the final one. Returns the bytes that follow it."""
         self._head += data
         while True:
             head, end, rest = self._head.partition(_END)
@@ -319,7 +320,7 @@ class _Connection(asyncio.Protocol):
         return status, headers
 
     def _frame(self, status: int, headers: CIMultiDict[str], *, is_old: bool) -> None:
-        """How the body is delimited (RFC 9112, 6.3), and whether the connection may be used again."""
+        """Find out where the body ends (RFC 9112, 6.3), and whether the connection may be used again."""
         connection = headers.get("Connection", "").lower()
         self._keep = "close" not in connection and (not is_old or "keep-alive" in connection)
         encoding = headers.get("Transfer-Encoding")
@@ -382,7 +383,7 @@ class _Connection(asyncio.Protocol):
             if int(size[1], 16) == 0:
                 if self._take_trailers(buffer, end):
                     return
-                break  # the size is read again, with more of what follows it
+                break  # parse this size again when more has come
             self._left_bytes = int(size[1], 16)
             position = end + 2
         self._rest = buffer[position:]
@@ -390,7 +391,7 @@ class _Connection(asyncio.Protocol):
             raise ValueError("a line is too long")
 
     def _take_trailers(self, buffer: bytes, end: int) -> bool:
-        """Whether the end of the body is here: an empty line, perhaps after trailers, which are dropped."""
+        """Whether the end of the body has come: an empty line, perhaps after trailers, which are dropped."""
         last = buffer.find(_END, end)
         if last < 0:
             return False

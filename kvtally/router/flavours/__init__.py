@@ -1,4 +1,4 @@
-"""The flavours of prefill and decode that a router speaks, by name: one small class each."""
+"""The flavours by name: each is a small class that knows one way in which prefill hands over to decode."""
 
 from __future__ import annotations
 

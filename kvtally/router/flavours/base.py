@@ -1,10 +1,10 @@
-"""What every flavour answers: what prefill is sent, what its answer is worth, what decode is sent, and where proof is.
+"""What every flavour answers: what prefill is sent, what its answer is worth, what decode is sent, and what proves it.
 
     open ─▶ prefill leg ─▶ PrefillAnswer ─▶ close ─▶ Handoff (or why there is none) ─▶ decode leg ─▶ evidence
 
-Owns the records that pass between a flavour and the proxy. A flavour holds no state and does no I/O of its own; the one
-question that one of them must ask beforehand goes through the `Ask` it is given. Legs are always sequential: where an
-engine would allow both at once, waiting costs nothing that a failed hand-off would not cost many times over.
+Owns the records that pass between a flavour and the router. A flavour has no state and does no I/O. The one flavour
+that must ask something beforehand does so through the `Ask` that it is given. The legs always follow one another, even
+where an engine would allow both at once: what that would save is little beside what a failed hand-off costs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ask = Callable[[str], Awaitable[object]]  # GET this URL, decode its JSON; raise
 
 
 class Opening(NamedTuple):
-    """What the prefill leg carries beyond the client's own request."""
+    """What the prefill leg carries beyond the client's request."""
 
     params: Params | None
     fields: Mapping[str, object] = {}  # laid over the body
@@ -31,7 +31,7 @@ class Opening(NamedTuple):
 
 
 class PrefillAnswer(NamedTuple):
-    """What a prefill instance answered."""
+    """A prefill instance's answer, as far as flavours need it."""
 
     prompt_tokens: int
     finish_reason: str
@@ -39,7 +39,7 @@ class PrefillAnswer(NamedTuple):
 
 
 class Handoff(NamedTuple):
-    """What decode is told, and what prefill says it has done."""
+    """What decode is told, and prefill's half of the receipt."""
 
     params: Params | None
     half: Half
@@ -51,27 +51,27 @@ class Flavour:
     name: ClassVar[str]
     has_receipts: ClassVar[bool] = False  # decode files its half in the store
     has_evidence: ClassVar[bool] = False  # decode's response says what it reused
-    has_one_reader: ClassVar[bool] = False  # what prefill keeps is read once: not for n > 1, nor by a second instance
+    has_one_reader: ClassVar[bool] = False  # what prefill keeps can be read once: not for n > 1, nor for a retry
 
     async def open(self, ticket: str, prefill: Instance, ask: Ask) -> Opening:
-        """What to send to this prefill instance. Raises OSError or ValueError where it cannot be told."""
+        """What to send to this prefill instance. Raises OSError or ValueError if that cannot be found out."""
         raise NotImplementedError
 
     def close(self, ticket: str, opening: Opening, answer: PrefillAnswer) -> Handoff | str:
-        """Turn prefill's answer into what decode needs; a reason in one word where it cannot be used."""
+        """Turn prefill's answer into what decode needs. A string says in one word why it cannot be used."""
         raise NotImplementedError
 
     def alone(self, ticket: str) -> Params | None:
-        """What decode is told when there is no hand-off."""
+        """What decode is told without a hand-off."""
         return None
 
     def again(self, ticket: str, told: Params | None) -> Params | None:
-        """What a second decode instance is told, after one that was told this has failed: it may have read what was
-        handed over, and have said so."""
+        """What a second decode instance is told after the first has failed. The first was told `told`; it may have
+        read what prefill kept, and may have filed a receipt."""
         return self.alone(ticket)
 
     def evidence(self, body: bytes) -> Half | None:
-        """Decode's half as far as its response (not streamed) tells it; where `has_evidence`."""
+        """Decode's half of the receipt, made from a response that is not streamed. Only where `has_evidence`."""
         return None
 
 

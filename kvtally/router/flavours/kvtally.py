@@ -1,4 +1,4 @@
-"""The flavour of our own connector: the hand-off names a boundary in a store, and decode files a receipt there."""
+"""Our own connector: the hand-off names a boundary in a store, and decode files its half of the receipt there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KVTally(Flavour):
             return "bad_handoff"
         if saved.ticket != ticket or saved.saved_tokens > saved.prompt_tokens:
             return "bad_handoff"
-        if not saved.store:  # prefill never reached its store, so nothing it promises can be there
+        if not saved.store:  # prefill never reached its store, so it saved nothing there
             nothing = msgspec.structs.replace(saved, saved_tokens=0, chain="", reason=UNREACHABLE)
             return Handoff(self.alone(ticket), nothing.half())
         return Handoff(saved.told().params(), saved.half())
@@ -37,7 +37,7 @@ class KVTally(Flavour):
         return {KEY: {"ticket": ticket, "role": "decode"}}
 
     def again(self, ticket: str, told: Params | None) -> Params | None:
-        """The same promise, for a receipt of its own: the first instance may have filed one."""
+        """The same promise under a new ticket, because the first instance may have filed a receipt under the old."""
         first = handoff.parse((told or {}).get(KEY))
         if not first.store:
             return self.alone(ticket)

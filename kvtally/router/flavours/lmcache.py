@@ -1,7 +1,7 @@
-"""LMCache with storage that prefill and decode share: nothing crosses but the prompt, sent to one, then to the other.
+"""LMCache with storage that prefill and decode share. There is no hand-off: both are sent the same prompt.
 
-That prefill's answer came does not mean that its bytes are stored yet; LMCache gives no such signal. What decode found
-is told by LMCache's multi-process connector when asked for `cached_token_stats`, in responses that are not streamed.
+When prefill answers, its bytes may not be stored yet; LMCache does not say when they are. Its multi-process connector
+says what decode found if it is asked for `cached_token_stats`, in responses that are not streamed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""vLLM's MooncakeConnector: decode asks prefill for a transfer by an id that the router invents.
+"""vLLM's MooncakeConnector: decode asks prefill for a transfer, by an id that the router makes up.
 
-Where prefill's engine is called what (its id changes with every start) is asked of its bootstrap server for each
-request: a remembered answer would be wrong after a restart, and decode would wait for an engine that is gone.
+Decode needs the id of prefill's engine, which changes at every start. The router asks prefill's bootstrap server for it
+with each request: with a remembered id, decode would wait for an engine that is gone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Mooncake(Flavour):
         if not engines:
             raise ValueError("no engine is registered there")
         ranks = sorted(engines)
-        rank = ranks[int.from_bytes(ticket.encode()) % len(ranks)]  # data-parallel ranks take their share
+        rank = ranks[int.from_bytes(ticket.encode()) % len(ranks)]  # spreads requests over data-parallel ranks
         transfer = f"xfer-{ticket}"
         promised: Params = {
             "do_remote_prefill": True,
@@ -36,7 +36,7 @@ class Mooncake(Flavour):
         }
         return Opening(
             {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer},
-            # It sends only what ended by length: the one token must not be a stop token.
+            # Mooncake transfers only requests that ended by length, so the one token must not be a stop token.
             fields={"ignore_eos": True, "stop": None, "stop_token_ids": None},
             headers={"X-data-parallel-rank": rank},
             promised=promised,

@@ -1,8 +1,8 @@
 """vLLM's NixlConnector: decode pulls from prefill's memory, or prefill pushes into decode's.
 
-Prefill's answer is checked before decode sees it: without `do_remote_prefill` decode would silently recompute, without
-block ids its scheduler fails an assertion, without an address the request is parked for ever (read in vLLM 0.32,
-`nixl/pull_scheduler.py`). The engine gives no proof of what a single request reused.
+The router checks prefill's answer before decode gets it. Without `do_remote_prefill` decode would silently recompute;
+without block ids its scheduler would fail an assertion; without an address the request would be parked for ever (see
+vLLM 0.32, `nixl/pull_scheduler.py`). The engine does not say what a single request reused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Size = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Remote(msgspec.Struct, frozen=True, kw_only=True):
-    """What decode cannot do without, whichever way the bytes go."""
+    """The fields without which decode fails, in either direction."""
 
     do_remote_prefill: bool
     remote_engine_id: _Word
@@ -35,7 +35,7 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Nixl(Flavour):
-    """Pull: decode gets prefill's dictionary word for word."""
+    """Pull: decode gets prefill's dictionary unchanged."""
 
     name = "nixl"
     has_one_reader = True
@@ -64,9 +64,9 @@ class Nixl(Flavour):
 
 
 class NixlPush(Nixl):
-    """Push: decode registers with prefill, which it finds by address, and prefill finds it by the request's id.
+    """Push: decode finds prefill by its address and registers there; prefill finds decode's request by its id.
 
-    Both legs carry the same X-Request-Id, on the same path, as matching needs.
+    For that, both legs carry the same X-Request-Id and go to the same path.
     """
 
     name = "nixl-push"

@@ -1,4 +1,4 @@
-"""No prefill: instances compute prompts themselves, and say what they reused where they run our connector."""
+"""No prefill: instances compute prompts themselves. With our connector they say what they reused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from kvtally.router.flavours.kvtally import KVTally
 
 
 class Plain(KVTally):
-    """What decode is told without a hand-off; `open` and `close` are never called, as there is no prefill."""
+    """Decode is told its ticket. `open` and `close` are never called, since there is no prefill."""
 
     name = "plain"
