@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kvtally import link
 from kvtally.client import StoreClient
@@ -14,6 +15,12 @@ from kvtally.router import app, receipts, upstream
 from kvtally.store.server import StoreServer
 from tests.unit.shell import Bench
 from tests.waiting import HANG_S, Clock
+
+# No deadline for an example, and none for making one: how long that takes is the machine's business.
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# About what fits under the time limit that pytest sets for one test: KVTALLY_HYPOTHESIS=thorough looks longer.
+settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=1_000)
+settings.load_profile(os.environ.get("KVTALLY_HYPOTHESIS", "default"))
 
 
 @pytest.fixture(autouse=True)

@@ -370,5 +370,5 @@ class MemoryTierMachine(TierMachine):
 
 TestDiskTierMachine = TierMachine.TestCase
 TestMemoryTierMachine = MemoryTierMachine.TestCase
-TestDiskTierMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-TestMemoryTierMachine.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+TestDiskTierMachine.settings = settings(max_examples=60, stateful_step_count=30)
+TestMemoryTierMachine.settings = settings(max_examples=20, stateful_step_count=30)

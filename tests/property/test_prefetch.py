@@ -149,7 +149,7 @@ class Planned(RuleBasedStateMachine):
 
 
 TestPlanner = Planned.TestCase
-TestPlanner.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPlanner.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @given(st.lists(st.tuples(st.integers(0, 10), st.integers(-3, 3), st.integers(1, 150), st.booleans()), min_size=1))

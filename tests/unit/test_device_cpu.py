@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtally.core.checksum import checksum
@@ -66,7 +66,6 @@ def pages(draw: st.DrawFn) -> tuple[bytes, Runs, list[int]]:
     return memory, layout, draw(st.lists(st.integers(0, 60), max_size=6))
 
 
-@settings(deadline=None)  # the machines that run this are shared
 @given(case=st.one_of(scattered(), pages()), step=st.sampled_from([1, 7, 64, 1 << 18]))
 def test_save_then_load_restores_every_byte(case: tuple[bytes, Runs, list[int]], step: int) -> None:
     memory, layout, cuts = case
@@ -87,7 +86,6 @@ def test_save_then_load_restores_every_byte(case: tuple[bytes, Runs, list[int]],
     assert bytes(restored) == bytes(np.where(mask, np.frombuffer(memory, np.uint8), 0).astype(np.uint8))
 
 
-@settings(deadline=None)
 @given(case=st.one_of(scattered(), pages()), keep=st.lists(st.booleans(), min_size=24, max_size=24))
 def test_a_partial_load_moves_its_runs_and_still_verifies_the_whole(
     case: tuple[bytes, Runs, list[int]], keep: list[bool]
@@ -103,7 +101,6 @@ def test_a_partial_load_moves_its_runs_and_still_verifies_the_whole(
     assert sum(restored) == sum(gather(memory, wanted))  # and nothing else was written
 
 
-@settings(deadline=None)
 @given(
     length=st.integers(1, 30),
     spaces=st.lists(st.integers(0, 13), min_size=4, max_size=20),
@@ -122,7 +119,6 @@ def test_runs_of_one_length_at_odd_distances(length: int, spaces: list[int], cut
     assert int(restored.sum()) == sum(slot)
 
 
-@settings(deadline=None)
 @given(case=pages())
 def test_without_a_seed_nothing_is_hashed(case: tuple[bytes, Runs, list[int]]) -> None:
     memory, layout, cuts = case

@@ -379,7 +379,7 @@ def test_very_many_engines_are_not_all_compared(tmp_path: Path) -> None:
     assert "436 more engines" in report.skipped[0].why
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(alphabet=st.sampled_from("ab{}[]:,-|>&*!%#'\"\\$ \n\t()<;=~?@`0"), max_size=200))
 def test_any_text_is_read_or_refused(text: str) -> None:
     for file in ("a.yaml", "a.sh", "a"):
@@ -395,7 +395,7 @@ NAMES = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=8),

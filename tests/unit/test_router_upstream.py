@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
@@ -76,27 +76,23 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
     return [data[start:end] for start, end in itertools.pairwise(ends) if end > start]
 
 
-@settings(deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=40), max_size=5), cuts)
 def test_chunks_may_be_cut_anywhere(parts: list[bytes], places: list[int]) -> None:
     packets = cut(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(parts), places)
     assert asyncio.run(parse(packets)) == (200, b"".join(parts))
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=60), cuts)
 def test_a_length_may_be_cut_anywhere(body: bytes, places: list[int]) -> None:
     packets = cut(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body, places)
     assert asyncio.run(parse(packets)) == (200, body)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=60), cuts)
 def test_without_either_the_answer_ends_with_the_connection(body: bytes, places: list[int]) -> None:
     assert asyncio.run(parse(cut(HEAD + b"\r\n" + body, places), closes=True)) == (200, body)
 
 
-@settings(deadline=None)
 @given(st.lists(st.binary(max_size=60), max_size=4))
 def test_any_bytes_are_an_answer_or_an_error(packets: list[bytes]) -> None:
     with contextlib.suppress(ConnectionResetError):

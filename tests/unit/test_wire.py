@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtally.core.receipts import Half, Receipt, Role
@@ -120,7 +120,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.parametrize("kind", [*REQUESTS, *REPLIES], ids=lambda kind: kind.__name__)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15)
 @given(data=st.data())
 def test_every_message_comes_back_as_it_was(kind: type[m.Message], data: st.DataObject) -> None:
     sent = data.draw(st.lists(values(kind), min_size=1, max_size=3))
@@ -162,13 +162,13 @@ def feed_whatever(data: bytes, *, limit: int = LIMIT) -> list[Any]:
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_harmless(data: bytes) -> None:
     feed_whatever(data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=60), st.sampled_from([type(example).__struct_config__.tag for example in EXAMPLES]))
 def test_any_payload_behind_a_known_tag_is_harmless(data: bytes, tag: str) -> None:
     """Random bytes hardly ever get past the first one; these reach the fields."""
