@@ -19,6 +19,7 @@ from kvtally.client import Call, Miss, StoreClient
 from kvtally.core.receipts import Half, Receipt
 from kvtally.errors import TransportError
 from kvtally.processes import Child
+from kvtally.wire.stats import StoreStats
 
 START_S = 60.0
 SETTLE_S = 60.0
@@ -28,46 +29,8 @@ QUIETER = "Try again on a quieter machine."
 T = TypeVar("T")
 
 
-# ---- the part of a store's statistics that benches look at
-
-
-class ServerState(msgspec.Struct, frozen=True):
-    populated_bytes: int
-    huge_pages: bool
-    unwritten_jobs: int
-
-
-class ArenaState(msgspec.Struct, frozen=True):
-    capacity_bytes: int
-    objects: int
-
-
-class TierState(msgspec.Struct, frozen=True):
-    name: str
-    objects: int
-    queued_bytes: int
-    dropped: int
-    postponed: int
-
-
-class PutState(msgspec.Struct, frozen=True):
-    bytes: int
-
-
-class ClientState(msgspec.Struct, frozen=True):
-    puts: int
-
-
-class StoreState(msgspec.Struct, frozen=True):
-    server: ServerState
-    arena: ArenaState
-    puts: PutState
-    tiers: list[TierState] = []
-    clients: list[ClientState] = []
-
-
-def read_state(client: StoreClient) -> StoreState:
-    return msgspec.convert(answer(client.stats()).stats, StoreState)
+def read_state(client: StoreClient) -> StoreStats:
+    return msgspec.convert(answer(client.stats()).stats, StoreStats)
 
 
 def answer(call: Call[T]) -> T:
@@ -111,7 +74,7 @@ class Daemon(Child):
         super().close()
 
     @property
-    def state(self) -> StoreState:
+    def state(self) -> StoreStats:
         return read_state(self._client)
 
     def wait_populated(self) -> None:

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtally.cli.demos import Step, is_proved, parser, print_json
-from kvtally.cli.render import Stats, read_stats
+from kvtally.cli.render import read_stats
 from kvtally.client import Miss, StoreClient
 from kvtally.core.geometry import runs
 from kvtally.core.receipts import Role, Verdict
@@ -35,6 +35,7 @@ from kvtally.processes import Child, Worker, serve, workplace
 from kvtally.shm import address_of
 from kvtally.testing.engine import FULL, NAMESPACE, Answer, SyntheticEngine
 from kvtally.wire.messages import MissReason
+from kvtally.wire.stats import StoreStats
 
 DEADLINE_S = 20.0  # for any single wait; the whole demo takes a few seconds
 SIZE = "64MiB"
@@ -300,13 +301,13 @@ class Stage:
         self._stack.callback(engine.kill)
         return engine
 
-    def stats(self) -> Stats:
+    def stats(self) -> StoreStats:
         answer = self.client.stats().wait()
         if isinstance(answer, Miss):
             raise self._store.broken("the store did not answer")
         return read_stats(answer.stats)
 
-    def wait_for(self, condition: Callable[[Stats], bool], what: str) -> None:
+    def wait_for(self, condition: Callable[[StoreStats], bool], what: str) -> None:
         self._store.wait_for(lambda: condition(self.stats()), f"the store did not see {what} in time", DEADLINE_S)
 
     def verdicts(self) -> list[Verdict]:

@@ -18,10 +18,10 @@ from kvtally.errors import ConfigError, KVTallyError, TransportError
 if TYPE_CHECKING:  # these take 0.1 s to import: too long for `kvtally --help`
     from rich.console import RenderableType
 
-    from kvtally.cli.render import KnownNamespace
     from kvtally.client import Call, Miss
     from kvtally.core.receipts import Receipt
     from kvtally.wire.messages import ResetDone
+    from kvtally.wire.stats import NamespaceStats
 
 R = TypeVar("R")
 
@@ -220,7 +220,7 @@ class _Asker:
         return TransportError(f"the store said no: {miss.detail or miss.reason}", remedy="See its log.")
 
 
-def _only(prefix: str, known: list[KnownNamespace]) -> KnownNamespace:
+def _only(prefix: str, known: list[NamespaceStats]) -> NamespaceStats:
     """The one namespace whose digest begins with this prefix."""
     matching = [item for item in known if item.digest.startswith(prefix.lower())]
     if len(prefix) < SHORTEST_PREFIX or len(matching) != 1:

@@ -1,8 +1,4 @@
-"""How a store's stats and receipts look to people. Data in, rich renderables out; no I/O and no clock.
-
-The structs name the part of the stats tree that is shown. Fields that a newer store adds are ignored; fields that an
-older one lacks show as zero.
-"""
+"""How a store's stats and receipts look to people. Data in, rich renderables out; no I/O and no clock."""
 
 from __future__ import annotations
 
@@ -18,6 +14,7 @@ from kvtally.cli.terminal import NO_EDGE, columns, wrapped
 from kvtally.config.units import human_size, printable
 from kvtally.core.receipts import Half, Receipt, Verdict
 from kvtally.errors import IncompatibleError
+from kvtally.wire.stats import ClientStats, NamespaceStats, StoreStats, TierStats
 
 HEAD_ROWS = 2
 GAP = "  "  # between columns
@@ -27,90 +24,9 @@ T = TypeVar("T")
 Cells = tuple[str, ...]  # of one row
 
 
-class Arena(msgspec.Struct, frozen=True):
-    capacity_bytes: int = 0
-    used_bytes: int = 0
-    objects: int = 0
-    evicted: int = 0
-    limbo_bytes: int = 0
-
-
-class Tier(msgspec.Struct, frozen=True):
-    name: str
-    state: str = "ok"
-    capacity_bytes: int | None = None
-    used_bytes: int = 0
-    objects: int = 0
-    evicted: int = 0
-    queued_bytes: int = 0
-    reads: int = 0
-    read_bytes: int = 0
-    writes: int = 0
-    write_bytes: int = 0
-    dropped: int = 0
-    postponed: int = 0
-    errors: dict[str, int] = {}
-
-
-class Lookups(msgspec.Struct, frozen=True):
-    total: int = 0
-    hits: int = 0
-    hit_tokens: int = 0
-    asked_tokens: int = 0
-    misses: dict[str, int] = {}
-
-
-class Puts(msgspec.Struct, frozen=True):
-    begun: int = 0
-    committed: int = 0
-    aborted: int = 0
-    expired: int = 0
-    rejected: int = 0
-    bytes: int = 0
-
-
-class Leases(msgspec.Struct, frozen=True):
-    open: int = 0
-    expired: int = 0
-
-
-class Client(msgspec.Struct, frozen=True):
-    session: int
-    client: str = ""
-    namespace: str = ""
-    leases: int = 0
-    puts: int = 0
-
-
-class KnownNamespace(msgspec.Struct, frozen=True):
-    digest: str
-    model: str = ""
-    objects: int = 0
-    chunk_tokens: int = 0
-
-
-class Quarantined(msgspec.Struct, frozen=True):
-    count: dict[str, int] = {}
-
-
-class Stats(msgspec.Struct, frozen=True):
-    store: str = ""
-    version: str = ""
-    uptime_s: float = 0.0
-    verify_reads: bool = True
-    arena: Arena = Arena()
-    tiers: list[Tier] = []
-    lookups: Lookups = Lookups()
-    puts: Puts = Puts()
-    leases: Leases = Leases()
-    clients: list[Client] = []
-    namespaces: list[KnownNamespace] = []
-    quarantined: Quarantined = Quarantined()
-
-
-def read_stats(tree: object) -> Stats:
+def read_stats(tree: object) -> StoreStats:
     try:
-        return msgspec.convert(tree, Stats)
+        return msgspec.convert(tree, StoreStats)
     except msgspec.ValidationError as error:
         raise IncompatibleError(
             f"the store's stats have a form this version does not know: {error}",
@@ -195,7 +111,7 @@ class StatsPage:
     """What a store holds, reuses and serves. Rates are taken since `before`, or since the store started. Where a
     screen has too few rows, blank lines are dropped first, then the ends of the longest lists."""
 
-    def __init__(self, now: Stats, before: Stats | None = None) -> None:
+    def __init__(self, now: StoreStats, before: StoreStats | None = None) -> None:
         self._now = now
         self._before = before
 
@@ -261,8 +177,8 @@ _VERDICT_STYLE = {
 class _Rates:
     """Rates per second: between two looks, or since the store started."""
 
-    def __init__(self, now: Stats, before: Stats | None) -> None:
-        earlier = before or Stats()
+    def __init__(self, now: StoreStats, before: StoreStats | None) -> None:
+        earlier = before or StoreStats()
         self.since = "just now" if before else "since the start"
         self._seconds = max(now.uptime_s - earlier.uptime_s, 1e-3)
         self.lookups = f"{(now.lookups.total - earlier.lookups.total) / self._seconds:,.1f}"
@@ -270,29 +186,29 @@ class _Rates:
         self.saved = self._size(now.puts.bytes - earlier.puts.bytes)
         self._tiers = {tier.name: tier for tier in earlier.tiers}
 
-    def read(self, tier: Tier) -> str:
+    def read(self, tier: TierStats) -> str:
         return self._size(tier.read_bytes - self._past(tier).read_bytes)
 
-    def written(self, tier: Tier) -> str:
+    def written(self, tier: TierStats) -> str:
         return self._size(tier.write_bytes - self._past(tier).write_bytes)
 
-    def _past(self, tier: Tier) -> Tier:
-        return self._tiers.get(tier.name, Tier(name=tier.name))
+    def _past(self, tier: TierStats) -> TierStats:
+        return self._tiers.get(tier.name, TierStats(name=tier.name))
 
     def _size(self, moved_bytes: int) -> str:
         return human_size(int(moved_bytes / self._seconds))
 
 
-def _headline(now: Stats, rates: _Rates) -> Text:
+def _headline(now: StoreStats, rates: _Rates) -> Text:
     checked = "reads verified" if now.verify_reads else "reads not verified"
     first = f"store {now.store[:12]} · kvtally {now.version} · up {_duration(now.uptime_s)} · {checked}"
     return Text.assemble((first, "bold"), f"\n/s: a second, {rates.since}")
 
 
-def _tier_table(now: Stats) -> Table:
+def _tier_table(now: StoreStats) -> Table:
     table = Table("tier", "state", ">used", ">of", ">full", ">objects", ">evicted")
     arena = now.arena
-    own = Tier(
+    own = TierStats(
         name="arena",
         capacity_bytes=arena.capacity_bytes,
         used_bytes=arena.used_bytes,
@@ -312,7 +228,7 @@ def _tier_table(now: Stats) -> Table:
     return table
 
 
-def _work_table(now: Stats, rates: _Rates) -> Table:
+def _work_table(now: StoreStats, rates: _Rates) -> Table:
     """Lookups and bytes moved on the left, saves and leases on the right."""
     both = zip_longest(_lookup_rows(now, rates), _save_rows(now), fillvalue=())
     rows = [(*left, *[""] * (len(_LEFT) - len(left)), *right) for left, right in both]
@@ -323,7 +239,7 @@ _LEFT = ("reuse and traffic", ">count", ">share", ">/s")
 _RIGHT = ("saves, leases", ">count")
 
 
-def _lookup_rows(now: Stats, rates: _Rates) -> list[Cells]:
+def _lookup_rows(now: StoreStats, rates: _Rates) -> list[Cells]:
     lookups = now.lookups
     cut = sorted(lookups.misses.items(), key=lambda item: -item[1])
     share = _share(lookups.hit_tokens, lookups.asked_tokens)
@@ -338,14 +254,14 @@ def _lookup_rows(now: Stats, rates: _Rates) -> list[Cells]:
     ]
 
 
-def _traffic(tier: Tier, rates: _Rates) -> list[Cells]:
+def _traffic(tier: TierStats, rates: _Rates) -> list[Cells]:
     return [
         (f"{tier.name} read", human_size(tier.read_bytes), "", rates.read(tier)),
         (f"{tier.name} written", human_size(tier.write_bytes), "", rates.written(tier)),
     ]
 
 
-def _save_rows(now: Stats) -> list[Cells]:
+def _save_rows(now: StoreStats) -> list[Cells]:
     puts = now.puts
     ends = {"committed": puts.committed, "aborted": puts.aborted, "expired": puts.expired, "rejected": puts.rejected}
     return [
@@ -363,7 +279,7 @@ def _filled(heads: Sequence[str], rows: Iterable[Cells]) -> Table:
     return table
 
 
-def _trouble_table(now: Stats) -> Table:
+def _trouble_table(now: StoreStats) -> Table:
     """Counts that should be zero; only those that are not."""
     troubles = {f"quarantined: {reason}": count for reason, count in now.quarantined.count.items()}
     for tier in now.tiers:
@@ -377,7 +293,7 @@ def _trouble_table(now: Stats) -> Table:
     return table
 
 
-def _client_table(clients: Sequence[Client], most: int) -> Table:
+def _client_table(clients: Sequence[ClientStats], most: int) -> Table:
     """Names come last, so that a long one does not push other columns out of line."""
     table = Table(">session", "namespace", ">leases", ">open saves", "client")
     for client in _beginning(clients, most):
@@ -387,7 +303,7 @@ def _client_table(clients: Sequence[Client], most: int) -> Table:
     return table
 
 
-def _namespace_table(namespaces: Sequence[KnownNamespace], most: int) -> Table:
+def _namespace_table(namespaces: Sequence[NamespaceStats], most: int) -> Table:
     table = Table("namespace", ">objects", ">chunk tokens", "model")
     for known in _beginning(namespaces, most):
         table.add_row(known.digest[:12], f"{known.objects:,}", f"{known.chunk_tokens:,}", printable(known.model))

@@ -95,14 +95,14 @@ class Admin:
         return _json(self._hub.stats())
 
     async def _namespaces(self, request: web.BaseRequest) -> web.Response:
-        return _json(self._hub.stats()["namespaces"])
+        return _json(self._hub.stats().namespaces)
 
     async def _reset(self, request: web.BaseRequest) -> web.Response:
         refusal = _unauthorised(request, self._token)
         if refusal is not None:
             return refusal
         text = request.query.get("namespace", "")
-        known = [item["digest"] for item in self._hub.stats()["namespaces"]]  # type: ignore[attr-defined]
+        known = [item.digest for item in self._hub.stats().namespaces]
         if text not in known:
             remedy = "Give the whole digest as /inspect/namespaces shows it: /reset?namespace=HEX."
             return _refused(404, "KV-206", f"no namespace {text[:64]!r} here", remedy)

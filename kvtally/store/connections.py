@@ -21,6 +21,9 @@ import time
 from collections import Counter
 from typing import cast
 
+import msgspec
+from msgspec import structs
+
 from kvtally.errors import CapacityError, IncompatibleError, KVTallyError, TransportError
 from kvtally.store.arena import Arena
 from kvtally.store.mover import Batch, Mover
@@ -30,6 +33,7 @@ from kvtally.wire.auth import proof
 from kvtally.wire.frames import encode, request_reader
 from kvtally.wire.limits import MIB, SECOND_NS, Limits
 from kvtally.wire.messages import Hello, Refused, Reply, Request, Stats, StatsGet, Welcome
+from kvtally.wire.stats import ServerStats, StoreStats
 
 logger = logging.getLogger("kvtally.store")
 
@@ -69,7 +73,7 @@ class Hub:
         if connection.is_ended or connection.session is None:
             return
         if isinstance(request, StatsGet):
-            connection.send(encode(Stats(request.id, self.stats())))
+            connection.send(encode(Stats(request.id, msgspec.to_builtins(self.stats()))))
         else:
             self.store.handle(connection.session, request, now_ns)
         self.flush()
@@ -110,17 +114,17 @@ class Hub:
     def health(self) -> Health:
         return self.store.health(time.monotonic_ns())
 
-    def stats(self) -> dict[str, object]:
-        """The store's tree, and what only its shell knows."""
-        server: dict[str, object] = {
-            "pid": os.getpid(),
-            "populated_bytes": self.arena.populated_bytes,
-            "huge_pages": self.arena.huge_pages,
-            "unwritten_jobs": self._mover.unwritten,
-            "strangers": len(self.ungreeted),
-            "ended": dict(self.ended),
-        }
-        return {**self.store.stats(time.monotonic_ns()), "server": server}
+    def stats(self) -> StoreStats:
+        """What the store tells, and what only its shell knows."""
+        server = ServerStats(
+            pid=os.getpid(),
+            populated_bytes=self.arena.populated_bytes,
+            huge_pages=self.arena.huge_pages,
+            unwritten_jobs=self._mover.unwritten,
+            strangers=len(self.ungreeted),
+            ended=self.ended,
+        )
+        return structs.replace(self.store.stats(time.monotonic_ns()), server=server)
 
     def expect_hello(self, connection: Connection) -> None:
         """Take a new connection in. Of too many strangers that came the same way, the one that came first makes way: it

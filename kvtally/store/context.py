@@ -10,7 +10,8 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
+
+from msgspec import structs
 
 from kvtally.core.keys import ObjectKey
 from kvtally.core.namespace import Namespace
@@ -19,6 +20,7 @@ from kvtally.core.speed import Speed
 from kvtally.store.jobs import Job
 from kvtally.wire.limits import SECOND_NS, Limits
 from kvtally.wire.messages import Lookup, Refused, Reply
+from kvtally.wire.stats import LeaseStats, LookupStats, PutStats, QuarantinedObject, StagedStats, TierStats
 
 BUCKET_NS = (
     10_000_000  # alarms are kept in buckets of 10 ms: cancelling is O(1) and a released lease leaves nothing behind
@@ -99,17 +101,6 @@ class TierInfo:
     enumerable: bool = True
 
 
-class Prefetched(StrEnum):
-    """What became of a lease for which something was to be staged."""
-
-    IN_TIME = "in_time"  # everything was there when the engine came to the request
-    LATE = "late"  # the engine waited for it
-    WASTED = "wasted"  # staged, and given back unread
-    CANCELLED = "cancelled"  # given back, or expired, before it was staged
-    SKIPPED = "skipped"  # computing it was faster
-    FAILED = "failed"  # a tier or the arena could not do it
-
-
 FIRST_PAUSE_NS = 1 * SECOND_NS
 LONGEST_PAUSE_NS = 60 * SECOND_NS
 MOST_POSTPONED = 65_536
@@ -125,21 +116,10 @@ class TierState:
     write_pause_ns: int = FIRST_PAUSE_NS
     read_pause_ns: int = FIRST_PAUSE_NS
     unreadable: int = 0  # objects, since the last one that could be read
-    queued_bytes: int = 0
-    reads: int = 0
-    read_bytes: int = 0
-    read_seconds: float = 0.0
-    writes: int = 0
-    write_bytes: int = 0
-    write_seconds: float = 0.0
-    dropped: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
+    queued_bytes: int = 0  # on their way down
     speed: Speed = field(default_factory=Speed)
     write_speed: Speed = field(default_factory=Speed)
-    prefetched: Counter[str] = field(default_factory=Counter)  # leases, by Prefetched
-    prefetched_bytes: Counter[str] = field(default_factory=Counter)
-    hidden_s: float = 0.0  # staged while the engine did something else
-    exposed_s: float = 0.0  # the engine had come to the request and waited
+    counts: TierStats = field(default_factory=TierStats)  # all that is counted; the rest is filled in by `stats`
     # Forgotten by the index, but the tier could not remove them (a full disk cannot append its journal): tried again
     # with the next removal. Never more than the tier holds; what is not in here would be back after a restart.
     unremoved: dict[ObjectKey, None] = field(default_factory=dict)
@@ -180,7 +160,23 @@ class TierState:
         self.postponed[node, bit] = failures
         if len(self.postponed) > MOST_POSTPONED:
             del self.postponed[next(iter(self.postponed))]
-            self.dropped += 1
+            self.counts.dropped += 1
+
+    def stats(self, now_ns: int, *, used_bytes: int, objects: int, evicted: int) -> TierStats:
+        """All there is to see of it now."""
+        return structs.replace(
+            self.counts,
+            name=self.info.name,
+            state=self.state(now_ns),
+            capacity_bytes=self.info.capacity_bytes,
+            used_bytes=used_bytes,
+            objects=objects,
+            evicted=evicted,
+            queued_bytes=self.queued_bytes,
+            read_bytes_s=self.speed.bytes_s,
+            postponed=len(self.postponed),
+            unremoved=len(self.unremoved),
+        )
 
     def state(self, now_ns: int) -> str:
         if self.speed.is_stuck(now_ns):
@@ -194,32 +190,22 @@ class TierState:
 class Counts:
     """Everything the store counts, in one place. Misses carry a reason from `MissReason`."""
 
-    lookups: int = 0
-    hits: int = 0
-    hit_tokens: int = 0
-    asked_tokens: int = 0
-    misses: Counter[str] = field(default_factory=Counter)
-    leases_expired: int = 0
-    puts_begun: int = 0
-    puts_committed: int = 0
-    puts_aborted: int = 0
-    puts_expired: int = 0
-    puts_rejected: int = 0
-    puts_full: int = 0
-    put_bytes: int = 0
-    staged_objects: int = 0
-    staged_bytes: int = 0
+    lookups: LookupStats = field(default_factory=LookupStats)
+    puts: PutStats = field(default_factory=PutStats)
+    staged: StagedStats = field(default_factory=StagedStats)
+    leases: LeaseStats = field(default_factory=LeaseStats)
     refused: Counter[str] = field(default_factory=Counter)
     quarantined: Counter[str] = field(default_factory=Counter)
 
     def lookup(self, request: Lookup, end_tokens: int, reason: str) -> None:
         """One lookup is answered for good: with what, and why not with more."""
-        self.lookups += 1
-        self.hits += end_tokens > 0
-        self.hit_tokens += end_tokens
-        self.asked_tokens += min(max(request.limit_tokens, 0), request.ends[-1]) if request.ends else 0
+        lookups = self.lookups
+        lookups.total += 1
+        lookups.hits += end_tokens > 0
+        lookups.hit_tokens += end_tokens
+        lookups.asked_tokens += min(max(request.limit_tokens, 0), request.ends[-1]) if request.ends else 0
         if reason:
-            self.misses[reason] += 1
+            lookups.misses[reason] += 1
 
 
 class Context:
@@ -234,7 +220,7 @@ class Context:
         self.sessions: dict[int, Session] = {}
         self.outbox: list[tuple[int, Reply]] = []
         self.jobs: list[Job] = []
-        self.quarantine: deque[dict[str, object]] = deque(maxlen=256)  # the latest, for people
+        self.quarantine: deque[QuarantinedObject] = deque(maxlen=256)  # the latest, for people
         self._last_id = 0
 
     def new_id(self) -> int:
@@ -267,11 +253,13 @@ class Context:
     def note_quarantine(self, tier: str, code: str, node: Node, bit: int) -> None:
         self.counts.quarantined[tier] += 1
         key = node.family.key(node, bit)
-        entry: dict[str, object] = {
-            "tier": tier,
-            "code": code,
-            "chain": key.chain.hex(),
-            "group": key.group,
-            "rank": key.rank,
-        }
-        self.quarantine.append(entry | {"namespace": key.namespace.hex(), "tokens": f"{node.start}..{node.end}"})
+        found = QuarantinedObject(
+            tier=tier,
+            code=code,
+            chain=key.chain.hex(),
+            group=key.group,
+            rank=key.rank,
+            namespace=key.namespace.hex(),
+            tokens=f"{node.start}..{node.end}",
+        )
+        self.quarantine.append(found)

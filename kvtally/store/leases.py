@@ -17,7 +17,7 @@ from functools import partial
 from kvtally.core.hits import Hit
 from kvtally.core.prefetch import Planner, worth_loading
 from kvtally.core.residency import ARENA, Family, each_bit
-from kvtally.store.context import Context, Prefetched, Session
+from kvtally.store.context import Context, Session
 from kvtally.store.jobs import Outcome, ReadJob
 from kvtally.store.lease import Lease, LeaseState, Need, Part
 from kvtally.store.lower import LowerTiers
@@ -26,6 +26,7 @@ from kvtally.store.staging import Staging
 from kvtally.store.weighing import Weighing
 from kvtally.wire.frames import fits
 from kvtally.wire.messages import Done, Lookup, MissReason, Release, Slot, Slots, SlotsGet, Staged, Wanted
+from kvtally.wire.stats import Prefetched
 
 NUMBER_BYTES = 9  # the most that a number takes in a message
 SLOT_BYTES = 6 + 5 * NUMBER_BYTES  # the same of a slot, without its pieces
@@ -268,7 +269,7 @@ class Leases:
 
     def _expire(self, number: int, now_ns: int) -> None:
         lease = self._leases[number]
-        self._context.counts.leases_expired += 1
+        self._context.counts.leases.expired += 1
         if not lease.is_announced:
             is_granted = lease.state is LeaseState.GRANTED
             reason = MissReason.STAGING_FAILED if is_granted else MissReason.LEASE_EXPIRED
@@ -306,10 +307,10 @@ class Leases:
         ended_ns = now_ns if lease.staged_ns is None else lease.staged_ns
         wanted_ns = ended_ns if lease.wanted_ns is None else min(lease.wanted_ns, ended_ns)
         tier = self._context.tiers[lease.tier - 1]
-        tier.prefetched[outcome] += 1
-        tier.prefetched_bytes[outcome] += lease.staged_bytes
-        tier.hidden_s += (wanted_ns - lease.started_ns) / 1e9
-        tier.exposed_s += (ended_ns - wanted_ns) / 1e9
+        tier.counts.prefetched[outcome] += 1
+        tier.counts.prefetched_bytes[outcome] += lease.staged_bytes
+        tier.counts.hidden_seconds += (wanted_ns - lease.started_ns) / 1e9
+        tier.counts.exposed_seconds += (ended_ns - wanted_ns) / 1e9
 
     def disconnect(self, session: Session, now_ns: int) -> None:
         for number in sorted(session.leases):

@@ -254,7 +254,7 @@ class Lookups:
         number = self._finding.pop(job.id)
         tier = self._context.tiers[job.tier - 1]
         if outcome.code:
-            tier.errors[outcome.code] += 1
+            tier.counts.errors[outcome.code] += 1
             tier.read_failed(now_ns)
         for record in outcome.found:
             if record is not None:

@@ -106,7 +106,7 @@ class LowerTiers:
             tier.postpone(node, bit, failures)
             return
         if not self._make_room(number, size):
-            tier.dropped += 1
+            tier.counts.dropped += 1
             return
         record = self.record(node, bit)
         if tier.unremoved:
@@ -137,7 +137,7 @@ class LowerTiers:
                 return
             failures = tier.postponed.pop((node, bit))
             if not is_there:
-                tier.dropped += 1
+                tier.counts.dropped += 1
             elif not self._residency.tier_mask(node, number) >> bit & 1:
                 self._queue_write(number, node, bit, now_ns, failures=failures)
 
@@ -181,7 +181,7 @@ class LowerTiers:
         that can never be written is given up in the end, and does not stop the tier again and again.
         """
         tier = self._context.tiers[job.tier - 1]
-        tier.errors[code] += 1
+        tier.counts.errors[code] += 1
         failures = job.failures
         if tier.writable(now_ns):
             failures += 1
@@ -190,7 +190,7 @@ class LowerTiers:
         if failures < MOST_FAILURES and self._is_current(job, node, bit):
             tier.postpone(node, bit, failures)
         else:
-            tier.dropped += 1
+            tier.counts.dropped += 1
 
     def _is_current(self, job: WriteJob, node: Node, bit: int) -> bool:
         """Whether what a job copies is what the arena holds, not forgotten (reset, quarantine) or saved anew since."""
@@ -219,7 +219,7 @@ class LowerTiers:
         tier.removing -= 1
         tier.retrying.discard(job.id)
         if outcome.code:
-            tier.errors[outcome.code] += 1
+            tier.counts.errors[outcome.code] += 1
             tier.unremoved.update(dict.fromkeys(job.keys))
         elif tier.unremoved:
             for key in job.keys:
@@ -256,13 +256,13 @@ class LowerTiers:
         tier.write_speed.ended(0 if outcome.code else length, now_ns)
         # What could not be removed may be what takes the room: then the device is at fault, and to evict more no help.
         if outcome.is_crowded and not tier.unremoved:
-            tier.dropped += not self._write_again(job, node, bit, now_ns)
+            tier.counts.dropped += not self._write_again(job, node, bit, now_ns)
         elif outcome.code:
             self._write_failed(job, outcome.code, node, bit, now_ns)
         else:
-            tier.writes += 1
-            tier.write_bytes += length
-            tier.write_seconds += outcome.seconds
+            tier.counts.writes += 1
+            tier.counts.write_bytes += length
+            tier.counts.write_seconds += outcome.seconds
             tier.write_pause_ns = FIRST_PAUSE_NS
             tier.unremoved.pop(job.record.key, None)  # replaced what a removal just before failed to take out
             if self._is_current(job, node, bit):

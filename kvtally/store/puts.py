@@ -96,7 +96,7 @@ class Puts:
             return
         self._residency.touch_up(present)  # all at once: each alone would walk up to the root
         self._open(session, wanted, slots, now_ns)
-        self._context.counts.puts_full += slots.count(_ANSWERS[PutStatus.FULL])
+        self._context.counts.puts.full += slots.count(_ANSWERS[PutStatus.FULL])
         self._context.send(session, PutSlots(request.id, slots))
 
     def _status(self, family: Family, item: PutObject, shifts: list[int]) -> tuple[Node, int, PutStatus]:
@@ -129,7 +129,7 @@ class Puts:
             batch.open = len(numbers)
             deadline_ns = now_ns + self._context.limits.lease_ns
             batch.alarm = self._context.alarms.set(deadline_ns, partial(self._expire, numbers))
-            self._context.counts.puts_begun += len(numbers)
+            self._context.counts.puts.begun += len(numbers)
 
     def end(self, session: Session, request: PutEnd, now_ns: int) -> None:
         rejected = []
@@ -146,13 +146,13 @@ class Puts:
         for number in request.abort:
             put = self._take(session, number)
             if put is not None:
-                self._context.counts.puts_aborted += 1
+                self._context.counts.puts.aborted += 1
                 discarded.append(put)
         for put in discarded:
             self._discard(put)
-        self._context.counts.puts_rejected += len(rejected)
-        self._context.counts.puts_committed += len(committed)
-        self._context.counts.put_bytes += sum(put.length_bytes for put in committed)
+        self._context.counts.puts.rejected += len(rejected)
+        self._context.counts.puts.committed += len(committed)
+        self._context.counts.puts.bytes += sum(put.length_bytes for put in committed)
         self._residency.touch_up(put.node for put in committed)
         for put in committed:
             self._lower.write_behind(put.node, put.bit, now_ns)
@@ -227,7 +227,7 @@ class Puts:
         for number in numbers:
             if number in self._puts:
                 session = self._context.sessions[self._puts[number].session]
-                self._context.counts.puts_expired += 1
+                self._context.counts.puts.expired += 1
                 self._to_limbo(session, number)
 
     def _to_limbo(self, session: Session, number: int) -> None:
@@ -239,7 +239,7 @@ class Puts:
         self._settled.append(put.node)
 
     def disconnect(self, session: Session) -> None:
-        self._context.counts.puts_aborted += len(session.puts)
+        self._context.counts.puts.aborted += len(session.puts)
         for number in sorted(session.puts):
             self._to_limbo(session, number)
         if session.id in self._gone or not session.shared_memory:
@@ -249,7 +249,7 @@ class Puts:
     def reset(self, family: Family) -> None:
         """Open writes of this family are not to be published any more."""
         for put in [put for put in self._puts.values() if put.node.family is family]:
-            self._context.counts.puts_aborted += 1
+            self._context.counts.puts.aborted += 1
             self._to_limbo(self._context.sessions[put.session], put.id)
 
     def writer_gone(self, session_id: int) -> None:

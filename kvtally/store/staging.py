@@ -137,12 +137,12 @@ class Staging:
         if outcome.code and wanted:
             reason = self._read_failed(job, outcome.code, node, bit, now_ns)
         elif not outcome.code:
-            tier.reads += 1
-            tier.read_bytes += length
-            tier.read_seconds += outcome.seconds
+            tier.counts.reads += 1
+            tier.counts.read_bytes += length
+            tier.counts.read_seconds += outcome.seconds
             tier.read_pause_ns, tier.unreadable = FIRST_PAUSE_NS, 0
-            self._context.counts.staged_objects += 1
-            self._context.counts.staged_bytes += length
+            self._context.counts.staged.objects += 1
+            self._context.counts.staged.bytes += length
             if wanted and not already:
                 self._residency.publish(node, bit, job.pieces, length, job.record.checksum)
             for lease in self._rising[node, bit].leases.values():
@@ -153,7 +153,7 @@ class Staging:
         """What cannot be read is dropped, or it would be found, and not saved anew, for ever. Only where the whole tier
         fails, what was on its way when that was noticed stays: it is likely to be there when the tier is back."""
         tier = self._context.tiers[job.tier - 1]
-        tier.errors[code] += 1
+        tier.counts.errors[code] += 1
         reason = MissReason.STAGING_FAILED
         if code in INTEGRITY_CODES:
             reason = MissReason.CHECKSUM

@@ -16,13 +16,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from kvtally.core.checksum import ALGORITHM
 from kvtally.core.namespace import FORMAT_VERSION, Namespace, canonical, decode, difference
-from kvtally.core.residency import ARENA, Residency, each_bit
+from kvtally.core.residency import ARENA, Family, Residency, each_bit
 from kvtally.core.space import round_up
 from kvtally.errors import CapacityError
-from kvtally.store.context import Context, Prefetched, Session, TierInfo, TierState
+from kvtally.store.context import Context, Session, TierInfo, TierState
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, WriteJob
 from kvtally.store.leases import Leases
 from kvtally.store.lookups import Lookups
@@ -54,6 +55,7 @@ from kvtally.wire.messages import (
     Wanted,
     Welcome,
 )
+from kvtally.wire.stats import ArenaStats, ClientStats, NamespaceStats, QuarantineStats, StoreStats
 
 __all__ = ["Health", "Store", "TierInfo"]
 
@@ -140,7 +142,7 @@ class Store:
         elif isinstance(request, Ping):
             self._context.send(session, Done(request.id))
         elif isinstance(request, StatsGet):
-            self._context.send(session, Stats(request.id, self.stats(now_ns)))
+            self._context.send(session, Stats(request.id, msgspec.to_builtins(self.stats(now_ns))))
         else:
             self._reset(session, request, now_ns)
 
@@ -305,100 +307,42 @@ class Store:
     def _uptime_s(self, now_ns: int) -> float:
         return (now_ns - self._started_ns) / 1e9
 
-    def stats(self, now_ns: int) -> dict[str, object]:
-        """Everything there is to see, as one tree; `kvtally stat`, /inspect and /metrics all read this."""
-        context, counts, residency = self._context, self._context.counts, self._residency
-        return {
-            "store": self._name,
-            "version": self._version,
-            "uptime_s": self._uptime_s(now_ns),
-            "verify_reads": self._verify_reads,
-            "arena": {
-                "capacity_bytes": residency.space.capacity_bytes,
-                "used_bytes": residency.space.used_bytes,
-                "objects": residency.resident_objects[ARENA],
-                "evicted": residency.evicted_objects[ARENA],
-                "limbo_bytes": self._puts.limbo_bytes,
-                "staging_bytes": self._leases.planner.in_flight_bytes,
-                "held_bytes": sum(self._leases.planner.held_bytes),
-            },
-            "tiers": [self._tier_stats(number, now_ns) for number in range(1, residency.tiers)],
-            "lookups": {
-                "total": counts.lookups,
-                "hits": counts.hits,
-                "hit_tokens": counts.hit_tokens,
-                "asked_tokens": counts.asked_tokens,
-                "waiting": self._lookups.waiting,
-                "misses": dict(counts.misses),
-            },
-            "puts": {
-                "begun": counts.puts_begun,
-                "committed": counts.puts_committed,
-                "aborted": counts.puts_aborted,
-                "expired": counts.puts_expired,
-                "rejected": counts.puts_rejected,
-                "full": counts.puts_full,
-                "bytes": counts.put_bytes,
-            },
-            "staged": {"objects": counts.staged_objects, "bytes": counts.staged_bytes},
-            "leases": {
-                "open": self._leases.open,
-                "waiting": self._leases.planner.waiting,
-                "expired": counts.leases_expired,
-            },
-            "clients": [self._client_stats(session) for session in context.sessions.values()],
-            "namespaces": [
-                {
-                    "digest": digest.hex(),
-                    "model": family.namespace.model[:LONGEST_NAME],
-                    "objects": family.objects,
-                    "boundaries": len(family.nodes) - 1,
-                    "chunk_tokens": family.namespace.chunk_tokens,
-                }
-                for digest, family in residency.families.items()
+    def stats(self, now_ns: int) -> StoreStats:
+        """Everything there is to see; `kvtally stat`, /inspect and /metrics all read this."""
+        context, counts, residency, planner = self._context, self._context.counts, self._residency, self._leases.planner
+        return StoreStats(
+            store=self._name,
+            version=self._version,
+            uptime_s=self._uptime_s(now_ns),
+            verify_reads=self._verify_reads,
+            arena=ArenaStats(
+                capacity_bytes=residency.space.capacity_bytes,
+                used_bytes=residency.space.used_bytes,
+                objects=residency.resident_objects[ARENA],
+                evicted=residency.evicted_objects[ARENA],
+                limbo_bytes=self._puts.limbo_bytes,
+                staging_bytes=planner.in_flight_bytes,
+                held_bytes=sum(planner.held_bytes),
+            ),
+            tiers=[
+                tier.stats(
+                    now_ns,
+                    used_bytes=residency.lower_bytes[number],
+                    objects=residency.resident_objects[number],
+                    evicted=residency.evicted_objects[number],
+                )
+                for number, tier in enumerate(context.tiers, 1)
             ],
-            "receipts": len(self._receipts),
-            "refused": dict(counts.refused),
-            "quarantined": {"count": dict(counts.quarantined), "latest": list(context.quarantine)},
-        }
-
-    def _client_stats(self, session: Session) -> dict[str, object]:
-        return {
-            "session": session.id,
-            "client": session.client,
-            "namespace": session.family.namespace.digest.hex() if session.family is not None else "",
-            "shared_memory": session.shared_memory,
-            "leases": len(session.leases),
-            "puts": len(session.puts),
-            "waiting": session.waiting,
-        }
-
-    def _tier_stats(self, number: int, now_ns: int) -> dict[str, object]:
-        tier = self._context.tiers[number - 1]
-        return {
-            "name": tier.info.name,
-            "state": tier.state(now_ns),
-            "capacity_bytes": tier.info.capacity_bytes,
-            "used_bytes": self._residency.lower_bytes[number],
-            "objects": self._residency.resident_objects[number],
-            "evicted": self._residency.evicted_objects[number],
-            "queued_bytes": tier.queued_bytes,
-            "reads": tier.reads,
-            "read_bytes": tier.read_bytes,
-            "read_seconds": tier.read_seconds,
-            "read_bytes_s": tier.speed.bytes_s,
-            "prefetched": {outcome: tier.prefetched[outcome] for outcome in Prefetched},
-            "prefetched_bytes": {outcome: tier.prefetched_bytes[outcome] for outcome in Prefetched},
-            "hidden_seconds": tier.hidden_s,
-            "exposed_seconds": tier.exposed_s,
-            "writes": tier.writes,
-            "write_bytes": tier.write_bytes,
-            "write_seconds": tier.write_seconds,
-            "dropped": tier.dropped,
-            "postponed": len(tier.postponed),
-            "unremoved": len(tier.unremoved),
-            "errors": dict(tier.errors),
-        }
+            lookups=structs.replace(counts.lookups, waiting=self._lookups.waiting),
+            puts=counts.puts,
+            staged=counts.staged,
+            leases=structs.replace(counts.leases, open=self._leases.open, waiting=planner.waiting),
+            clients=[_client_stats(session) for session in context.sessions.values()],
+            namespaces=[_namespace_stats(family) for family in residency.families.values()],
+            receipts=len(self._receipts),
+            refused=counts.refused,
+            quarantined=QuarantineStats(counts.quarantined, list(context.quarantine)),
+        )
 
     def check(self) -> None:
         """Assert every invariant, also that each arena byte has exactly one owner. Linear; for tests and simulation."""
@@ -411,3 +355,25 @@ class Store:
         for before, after in pairwise(owned):
             assert before.offset + round_up(before.length) <= after.offset, "two owners of the same arena bytes"
         assert sum(round_up(piece.length) for piece in owned) == self._residency.space.used_bytes, "arena bytes leaked"
+
+
+def _client_stats(session: Session) -> ClientStats:
+    return ClientStats(
+        session=session.id,
+        client=session.client,
+        namespace=session.family.namespace.digest.hex() if session.family is not None else "",
+        shared_memory=session.shared_memory,
+        leases=len(session.leases),
+        puts=len(session.puts),
+        waiting=session.waiting,
+    )
+
+
+def _namespace_stats(family: Family) -> NamespaceStats:
+    return NamespaceStats(
+        digest=family.namespace.digest.hex(),
+        model=family.namespace.model[:LONGEST_NAME],
+        objects=family.objects,
+        boundaries=len(family.nodes) - 1,
+        chunk_tokens=family.namespace.chunk_tokens,
+    )

@@ -334,10 +334,10 @@ class Node:
         self.store.check()
         stats = self.store.stats(self.now_ns)
         leftovers = (
-            stats["leases"]["open"],  # type: ignore[index]
-            stats["arena"]["limbo_bytes"],  # type: ignore[index]
-            stats["arena"]["staging_bytes"],  # type: ignore[index]
-            stats["lookups"]["waiting"],  # type: ignore[index]
+            stats.leases.open,
+            stats.arena.limbo_bytes,
+            stats.arena.staging_bytes,
+            stats.lookups.waiting,
             len(self.store._context.alarms),
             sum(node.pins for family in self.store._residency.families.values() for node in family.nodes.values()),
             sum(node.pending for family in self.store._residency.families.values() for node in family.nodes.values()),

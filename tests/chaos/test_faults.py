@@ -18,6 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvtally.client import Call, Miss, StoreClient
@@ -38,7 +39,7 @@ LIMIT_S = 0.15
 
 
 def seen(running: Running, *path: str) -> Any:
-    return tree(running.call(running.server.hub.stats), *path)
+    return tree(msgspec.to_builtins(running.call(running.server.hub.stats)), *path)
 
 
 @contextlib.contextmanager

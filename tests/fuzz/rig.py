@@ -218,7 +218,7 @@ class Rig:
         for _ in range(8):
             self._settle()
         self.check()
-        stats = self.store.stats(self.now_ns)
+        stats = msgspec.to_builtins(self.store.stats(self.now_ns))
         encode(Stats(1, stats))
         wanted = (("arena", "limbo_bytes"), ("arena", "staging_bytes"), ("leases", "open"), ("lookups", "waiting"))
         assert [tree(stats, *path) for path in wanted] == [0] * 4
@@ -227,7 +227,7 @@ class Rig:
             self.store.reset(bytes.fromhex(namespace["digest"]), self.now_ns)
         self._settle()
         self.check()
-        emptied = self.store.stats(self.now_ns)
+        emptied = msgspec.to_builtins(self.store.stats(self.now_ns))
         assert (tree(emptied, "arena", "objects"), tree(emptied, "arena", "used_bytes")) == (0, 0)
 
     def _settle(self) -> None:

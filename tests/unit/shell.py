@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from kvtally.config import StoreConfig
 from kvtally.core.checksum import object_checksum
 from kvtally.core.keys import ROOT_CHAIN, ObjectKey, chain_value, token_bytes
@@ -79,7 +81,7 @@ class Running:
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(HANG_S)
 
     def stats(self, *path: str) -> object:
-        tree: object = self.call(self.server.hub.stats)
+        tree: object = msgspec.to_builtins(self.call(self.server.hub.stats))
         for step in path:
             assert isinstance(tree, dict)
             tree = tree[step]

@@ -18,10 +18,11 @@ from kvtally.config import StoreConfig
 from kvtally.core.keys import ObjectKey
 from kvtally.errors import TierError
 from kvtally.store.admin import MOST_CONNECTIONS
-from kvtally.store.metrics import EACH, METRICS, Kind, render, samples
+from kvtally.store.metrics import EACH, METRICS, render, samples
 from kvtally.store.server import StoreServer
 from kvtally.store.tiers.base import ObjectRecord, Tier
 from kvtally.testing.tiers import MemoryTier
+from kvtally.wire.stats import Kind
 from tests.unit.shell import LOOKUP, NAMESPACE, OBJECT_BYTES, TOKEN, Bench, Running, put
 from tests.waiting import HANG_S, eventually
 
@@ -62,7 +63,7 @@ def running(bench: Bench, tmp_path: Path) -> Running:
     put(peer, mapping, os.urandom(OBJECT_BYTES))
     mapping.close()
     peer.ask(LOOKUP)
-    eventually(lambda: running.call(lambda: running.server.hub.stats()["tiers"][0]["writes"]) == 1)  # type: ignore[index]
+    eventually(lambda: running.call(lambda: running.server.hub.stats().tiers[0].writes) == 1)
     eventually(lambda: running.server.arena.populated_bytes == running.server.arena.size_bytes)
     return running
 
@@ -167,7 +168,7 @@ def test_a_reset_that_a_tier_could_not_carry_out_is_no_success(bench: Bench) -> 
     mapping = peer.map()
     put(peer, mapping, bytes(OBJECT_BYTES))
     mapping.close()
-    eventually(lambda: running.call(lambda: running.server.hub.stats()["tiers"][0]["writes"]) == 1)  # type: ignore[index]
+    eventually(lambda: running.call(lambda: running.server.hub.stats().tiers[0].writes) == 1)
     answer = request(running, RESET, "POST", Authorization=f"Bearer {TOKEN}")
     assert (answer.status, answer.json()["code"]) == (503, "KV-601")
     assert running.stats("namespaces")[0]["objects"] == 0  # type: ignore[index]

@@ -19,11 +19,12 @@ from kvtally.config import DEFAULT_FILE
 from kvtally.core.receipts import Verdict
 from kvtally.core.routing import Skip
 from kvtally.errors import CODES
-from kvtally.store.metrics import METRICS, Kind
+from kvtally.store.metrics import METRICS
 from kvtally.verify.reasons import REASONS
 from kvtally.wire import messages
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import Message, MissReason, Reply, Request
+from kvtally.wire.stats import Kind
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])

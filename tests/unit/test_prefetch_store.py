@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvtally.client import Miss, StoreClient
@@ -120,7 +121,7 @@ class Node:
         return [owner[job.record.chain] for job in self.jobs]
 
     def tier(self, number: int = 0) -> dict[str, Any]:
-        return self.store.stats(self.now_ns)["tiers"][number]  # type: ignore[index,no-any-return]
+        return msgspec.to_builtins(self.store.stats(self.now_ns).tiers[number])  # type: ignore[no-any-return]
 
 
 def test_the_queue_and_priority_decide_who_is_read_first() -> None:
@@ -155,7 +156,7 @@ def test_leases_wait_for_room_and_hold_nothing_until_then() -> None:
     assert node.reading() == [1] * 4
     assert node.land(4)[0].end_tokens == 4 * CHUNK
     assert node.jobs == []
-    stats: Any = node.store.stats(node.now_ns)
+    stats: Any = msgspec.to_builtins(node.store.stats(node.now_ns))
     assert (stats["leases"]["waiting"], stats["arena"]["held_bytes"]) == (3, 4 * GRANULE)
     node.ask(Wanted(3, leases[2]))  # who is wanted may have the rest
     assert node.reading() == [3] * 4
@@ -202,7 +203,7 @@ def test_what_is_cancelled_is_given_back_at_once() -> None:
     node = Node({1: (1, 4), 2: (1, 4)}, staging=1)
     first, second = node.lookup(1, early=True), node.lookup(2, early=True)
     node.ask(Release(3, [first.lease, second.lease]))
-    stats: Any = node.store.stats(node.now_ns)
+    stats: Any = msgspec.to_builtins(node.store.stats(node.now_ns))
     assert stats["arena"]["held_bytes"] == 0
     assert stats["leases"] == {"open": 0, "waiting": 0, "expired": 0}
     assert node.land() == []  # the one read that had begun
@@ -225,7 +226,7 @@ def test_what_everybody_needs_is_held_and_read_once() -> None:
     leases = [node.lookup(1, early=True).lease for _ in range(20)]
     assert len(node.jobs) == 5
     assert sorted(staged.lease for staged in node.land(5)) == leases
-    assert node.store.stats(node.now_ns)["arena"]["held_bytes"] == 5 * GRANULE  # type: ignore[index]
+    assert node.store.stats(node.now_ns).arena.held_bytes == 5 * GRANULE
 
 
 def measured(node: Node, prompt: int, *, after_s: float) -> None:
@@ -311,7 +312,7 @@ def test_a_slow_tier_is_measured_again_after_a_while() -> None:
     node.lookup(2, prefill_tokens_s=1000)
     assert node.reading() == [2] * 3  # a few objects that nobody waits for
     node.land(3, after_s=0.00001)
-    assert node.store.stats(node.now_ns)["arena"]["objects"] == 4  # type: ignore[index]
+    assert node.store.stats(node.now_ns).arena.objects == 4
 
 
 def test_one_starved_read_does_not_make_a_fast_tier_slow() -> None:

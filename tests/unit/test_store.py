@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from msgspec import structs
 
@@ -195,13 +196,13 @@ def test_dead_writer_publishes_nothing_and_its_slot_waits_for_its_process() -> N
     node = Node()
     writer = node.join()
     node.begin(0, 0, writer)
-    used = node.store.stats(0)["arena"]["used_bytes"]  # type: ignore[index]
+    used = node.store.stats(0).arena.used_bytes
     node.store.disconnect(writer, node.now_ns)
-    arena = node.store.stats(0)["arena"]
-    assert (arena["used_bytes"], arena["limbo_bytes"]) == (used, used)  # type: ignore[index]
+    arena = node.store.stats(0).arena
+    assert (arena.used_bytes, arena.limbo_bytes) == (used, used)
     assert node.begin(0, 0).slots[0].status == PutStatus.WRITE
     node.store.writer_gone(writer, node.now_ns)
-    assert node.store.stats(0)["arena"]["limbo_bytes"] == 0  # type: ignore[index]
+    assert node.store.stats(0).arena.limbo_bytes == 0
     node.store.check()
 
 
@@ -209,9 +210,9 @@ def test_expired_put_is_rejected_and_freed_by_its_own_late_end() -> None:
     node = Node()
     slot = node.begin(0, 0).slots[0]
     node.advance(61)
-    assert node.store.stats(0)["arena"]["limbo_bytes"] > 0  # type: ignore[index]
+    assert node.store.stats(0).arena.limbo_bytes > 0
     assert node.ask(PutEnd(3, [(slot.put, 7)])) == PutEnded(3, 0, [slot.put])
-    assert node.store.stats(0)["arena"]["used_bytes"] == 0  # type: ignore[index]
+    assert node.store.stats(0).arena.used_bytes == 0
 
 
 def test_slots_in_limbo_are_part_of_a_clients_half() -> None:
@@ -226,7 +227,7 @@ def test_slots_in_limbo_are_part_of_a_clients_half() -> None:
     slots = begin(0).slots
     assert [slot.status for slot in slots] == [PutStatus.WRITE] * 8 + [PutStatus.FULL] * 8
     node.advance(61)
-    assert node.store.stats(0)["arena"]["limbo_bytes"] == 8 * 4096  # type: ignore[index]
+    assert node.store.stats(0).arena.limbo_bytes == 8 * 4096
     assert {slot.status for slot in begin(16).slots} == {PutStatus.FULL}
     assert [slot.status for slot in begin(32, other).slots].count(PutStatus.WRITE) == 8
     node.ask(PutEnd(3, abort=[slot.put for slot in slots[:3]]))  # three of them are done after all
@@ -296,11 +297,11 @@ def test_failed_staging_is_a_counted_miss(code: str, reason: str, left: int) -> 
     node.store.job_done(second, Outcome(code=code), node.now_ns)
     staged = node.reply()
     assert (staged.end_tokens, staged.reason) == (0, reason)
-    stats = node.store.stats(node.now_ns)
-    assert stats["lookups"]["misses"] == {reason: 1}  # type: ignore[index]
-    assert stats["tiers"][0]["errors"] == {code: 1}  # type: ignore[index]
-    assert sum(stats["quarantined"]["count"].values()) == 1 - left  # type: ignore[index]
-    assert stats["leases"]["open"] == 0  # type: ignore[index]
+    stats = msgspec.to_builtins(node.store.stats(node.now_ns))
+    assert stats["lookups"]["misses"] == {reason: 1}
+    assert stats["tiers"][0]["errors"] == {code: 1}
+    assert sum(stats["quarantined"]["count"].values()) == 1 - left
+    assert stats["leases"]["open"] == 0
 
 
 def test_after_a_failure_a_lower_boundary_is_staged_instead() -> None:
@@ -326,7 +327,7 @@ def test_after_a_failure_a_lower_boundary_is_staged_instead() -> None:
 
 
 def tier_of(node: Node) -> dict[str, object]:
-    return node.store.stats(node.now_ns)["tiers"][0]  # type: ignore[index, no-any-return]
+    return msgspec.to_builtins(node.store.stats(node.now_ns).tiers[0])  # type: ignore[no-any-return]
 
 
 def test_a_slow_disk_takes_later_what_was_too_much_for_it() -> None:
@@ -415,7 +416,7 @@ def test_disk_is_bounded() -> None:
     for index in range(4):
         node.save(index, 0)
         node.finish()
-    assert node.store.stats(0)["tiers"][0]["used_bytes"] <= 3 * 4096  # type: ignore[index]
+    assert node.store.stats(0).tiers[0].used_bytes <= 3 * 4096
 
 
 def test_what_could_not_be_removed_is_removed_later() -> None:
@@ -423,10 +424,10 @@ def test_what_could_not_be_removed_is_removed_later() -> None:
     for index in range(3):
         node.save(index, 0)
         node.finish(code="KV-601" if index == 2 else "")  # the third evicts one, and removing it fails
-    assert node.store.stats(0)["tiers"][0]["unremoved"] == 1  # type: ignore[index]
+    assert node.store.stats(0).tiers[0].unremoved == 1
     node.advance(5)  # the third is tried again
     assert [type(job) for job in node.jobs] == [RemoveJob, WriteJob]
-    assert node.store.stats(0)["tiers"][0]["unremoved"] == 0  # type: ignore[index]
+    assert node.store.stats(0).tiers[0].unremoved == 0
 
 
 def test_shared_tier_is_asked_and_the_index_learns() -> None:
@@ -460,7 +461,7 @@ def test_bad_bytes_are_quarantined_and_not_served_again() -> None:
     assert node.ask(SlotsGet(6, second.lease)).reason == MissReason.CHECKSUM
     assert node.begin(0, 1).slots[0].status == PutStatus.WRITE
     node.ask(Release(7, [second.lease]))
-    assert node.store.stats(0)["quarantined"]["count"] == {"arena": 1}  # type: ignore[index]
+    assert node.store.stats(0).quarantined.count == {"arena": 1}
 
 
 def test_tails_are_named_beneath_the_hit() -> None:
@@ -496,9 +497,9 @@ def test_reset_forgets_but_leases_stay_readable() -> None:
     assert node.lookup().end_tokens == 0
     node.finish()
     assert node.reply() == ResetDone(8, 2)
-    assert node.store.stats(0)["arena"]["used_bytes"] > 0  # type: ignore[index]
+    assert node.store.stats(0).arena.used_bytes > 0
     node.ask(Release(9, [held.lease]))
-    assert node.store.stats(0)["arena"]["used_bytes"] == 0  # type: ignore[index]
+    assert node.store.stats(0).arena.used_bytes == 0
 
 
 def test_receipt_halves_meet() -> None:
@@ -547,13 +548,13 @@ def test_numbers_that_no_reply_can_hold_are_refused(old: str, new: str) -> None:
     reply = node.ask(Hello(1, PROTOCOL_VERSION, "x", description.replace(old, new, 1).encode()), session)
     assert isinstance(reply, Refused)
     assert reply.code == "KV-202"
-    encode(Stats(1, node.store.stats(0)))
+    encode(Stats(1, msgspec.to_builtins(node.store.stats(0))))
 
 
 def test_a_long_name_is_cut_in_stats() -> None:
     node = Node()
     node.join(structs.replace(HYBRID, model="m" * 5_000_000))
-    assert len(encode(Stats(1, node.store.stats(0)))) < 10_000
+    assert len(encode(Stats(1, msgspec.to_builtins(node.store.stats(0))))) < 10_000
 
 
 @pytest.mark.parametrize(
@@ -572,8 +573,8 @@ def test_a_long_name_is_cut_in_stats() -> None:
 def test_malformed_requests_are_refused_and_change_nothing(request_) -> None:  # type: ignore[no-untyped-def]
     node = Node()
     assert isinstance(node.ask(request_), Refused)
-    assert node.store.stats(0)["arena"]["used_bytes"] == 0  # type: ignore[index]
-    assert node.store.stats(0)["namespaces"][0]["boundaries"] == 0  # type: ignore[index]
+    assert node.store.stats(0).arena.used_bytes == 0
+    assert node.store.stats(0).namespaces[0].boundaries == 0
 
 
 def test_without_shared_memory_only_questions() -> None:

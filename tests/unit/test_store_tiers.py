@@ -311,9 +311,9 @@ def test_a_partial_hit_has_its_reason_wherever_it_lies() -> None:
     for job in node.jobs:
         node.store.job_done(job, Outcome(), node.now_ns)
     assert node.reply().end_tokens == 256
-    assert node.store.stats(0)["lookups"]["misses"] == {MissReason.ABSENT: 1}  # type: ignore[index]
+    assert node.store.stats(0).lookups.misses == {MissReason.ABSENT: 1}
     node.lookup(hold=True, limit_tokens=256)  # which wished for no more
-    assert node.store.stats(0)["lookups"]["misses"] == {MissReason.ABSENT: 1}  # type: ignore[index]
+    assert node.store.stats(0).lookups.misses == {MissReason.ABSENT: 1}
 
 
 # ---- a tier whose writes do not end
