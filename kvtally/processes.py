@@ -9,7 +9,7 @@ shuts down, and kills its own process group if that takes too long: it may have 
 process group, so Ctrl-C in the terminal is the parent's to handle, and `kill` reaches everything.
 
 Every wait has a deadline; an error carries the end of the log. Threading: none in the parent; in a Worker one thread
-reads stdin. Neighbours: `machine` (what a process is started with). `up.supervise` restarts processes for days, from
+reads stdin. `up.supervise` restarts processes for days, from
 an event loop and through a guard; that is a different job and stays there.
 """
 
@@ -18,9 +18,11 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import random
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -35,13 +37,15 @@ import msgspec
 
 from kvtally.config import LONGEST_SOCKET_PATH_BYTES
 from kvtally.errors import ConfigError, KVTallyError, TransportError
-from kvtally.machine import ending_with_us, own_environment
 
 GRACE_S = 20.0  # how long a worker may take to shut down before it kills its own group
 STOP_S = GRACE_S + 10.0  # after which its parent does
 END_S = 30.0  # for the kernel to end what was killed
 POLL_S = 0.02
 LOG_LINES = 15
+LOCALHOST = "127.0.0.1"
+FIRST_PORT = 10_000  # below, services have their own
+MOST_TRIES = 100  # of ports that may be taken
 SOCKET_NAME_BYTES = len("/kvtally-demo-12345678/index-1000000.sock")  # the longest name made in a workplace
 
 T = TypeVar("T")
@@ -348,3 +352,54 @@ def _leaving() -> Iterator[None]:
     finally:
         for number in heeded:
             signal.signal(number, before[number])
+
+
+# ---- what a process is started with
+
+
+def free_ports(count: int, proc: Path = Path("/proc")) -> list[int]:
+    """Free TCP ports on this machine. An engine may take minutes until it listens on one, so they lie outside the range
+    from which the kernel serves outgoing connections. Raises OSError if there are too few."""
+    outgoing: list[str] = []
+    with contextlib.suppress(OSError):
+        outgoing = (proc / "sys" / "net" / "ipv4" / "ip_local_port_range").read_text(encoding="utf-8").split()
+    span = range(FIRST_PORT, int(outgoing[0]) if outgoing else FIRST_PORT)
+    tried = random.SystemRandom().sample(span, min(len(span), MOST_TRIES))
+    ports: list[int] = []
+    with contextlib.ExitStack() as probes:
+        for port in [*tried, *[0] * count]:  # 0: let the system choose
+            with contextlib.suppress(OSError):
+                ports.append(probes.enter_context(socket.create_server((LOCALHOST, port))).getsockname()[1])
+            if len(ports) == count:
+                return ports
+    raise OSError(f"{count} ports are wanted, {len(ports)} are free")
+
+
+def python_path() -> str:
+    """The PYTHONPATH with which a process imports this very package, wherever ours came from."""
+    return os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def ending_with_us(command: Sequence[str], number: signal.Signals = signal.SIGKILL) -> list[str]:
+    """The command, wrapped so that the kernel sends it this signal when our process ends, however it ends.
+
+    The new process asks for the signal itself, just before it runs the command: code of ours between fork and exec is
+    unsafe beside threads. Start it from a thread that lives as long as our process: the kernel watches that thread."""
+    return [sys.executable, "-I", "-S", "-c", _TIE, str(int(number)), str(os.getpid()), *command]
+
+
+_TIE = """
+import ctypes, os, sys
+number, parent = map(int, sys.argv[1:3])
+ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG; it outlives exec
+if os.getppid() != parent:
+    sys.exit(127)  # the parent ended before we asked
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
+
+def own_environment() -> dict[str, str]:
+    """Our environment for a process that we start: with this package on its path, and without KVTALLY_ settings, which
+    were meant for us."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVTALLY_")}
+    return {**kept, "PYTHONPATH": python_path()}

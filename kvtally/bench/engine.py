@@ -27,8 +27,7 @@ from typing import Any
 import msgspec
 
 from kvtally.errors import ConfigError, TransportError
-from kvtally.machine import own_environment
-from kvtally.processes import Worker, serve
+from kvtally.processes import Worker, own_environment, serve
 from kvtally.testing.engines import margin
 from kvtally.testing.models import GDN, tiny_models
 

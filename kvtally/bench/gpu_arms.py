@@ -28,7 +28,7 @@ from kvtally.config.sizes import disk_usable_bytes
 from kvtally.config.units import human_size
 from kvtally.core.receipts import Half
 from kvtally.errors import TransportError
-from kvtally.machine import own_environment
+from kvtally.processes import own_environment
 
 REMEDY = "See what its log says; --part runs parts one by one."
 START_S = 420.0  # kernels are compiled the first time

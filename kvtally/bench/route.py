@@ -33,8 +33,7 @@ from kvtally.bench.command import json_option, measure
 from kvtally.bench.daemon import Daemon
 from kvtally.bench.report import Row, joined, rows_table
 from kvtally.bench.route_parts import Outcome, Task
-from kvtally.machine import free_ports
-from kvtally.processes import Child, Process, Worker
+from kvtally.processes import Child, Process, Worker, free_ports
 from kvtally.up.host import direct
 from kvtally.wire.limits import MIB
 

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 
 from kvtally.client import Miss, StoreClient
 from kvtally.errors import TransportError
-from kvtally.machine import free_ports
-from kvtally.processes import Child
+from kvtally.processes import Child, free_ports
 from kvtally.testing.engines import ENVIRONMENT
 from kvtally.testing.models import Model
 from kvtally.up.host import direct

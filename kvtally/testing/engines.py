@@ -24,8 +24,7 @@ import msgspec
 
 from kvtally.core.namespace import GroupKind
 from kvtally.errors import TransportError
-from kvtally.machine import free_ports, python_path
-from kvtally.processes import GRACE_S, STOP_S, Lines, Process
+from kvtally.processes import GRACE_S, STOP_S, Lines, Process, free_ports, python_path
 from kvtally.testing import nursery as nurseries
 from kvtally.up.host import direct
 

@@ -28,7 +28,7 @@ from typing import IO, NamedTuple
 import msgspec
 
 from kvtally.errors import TransportError
-from kvtally.machine import python_path
+from kvtally.processes import python_path
 
 START_S = 120.0
 ORDER_BYTES = 1 << 17

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvtally.machine import ending_with_us, python_path
+from kvtally.processes import ending_with_us, python_path
 from kvtally.testing.engines import ENVIRONMENT
 
 DEADLINE_S = 600.0

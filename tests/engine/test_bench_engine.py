@@ -22,8 +22,7 @@ from kvtally.bench.engine import (
     Watched,
     connector,
 )
-from kvtally.machine import own_environment
-from kvtally.processes import workplace
+from kvtally.processes import own_environment, workplace
 
 pytestmark = pytest.mark.engine
 

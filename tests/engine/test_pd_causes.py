@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from kvtally.machine import free_ports
+from kvtally.processes import free_ports
 from kvtally.testing.deployment import Answer, Refused, body, post
 from kvtally.testing.engines import Server
 from kvtally.testing.models import DENSE, Model, Recipe

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import aiohttp
 
-from kvtally.machine import free_ports
+from kvtally.processes import free_ports
 from tests.waiting import HANG_S, comes_about
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ import pytest
 
 from kvtally.client import Miss, StoreClient
 from kvtally.core.namespace import Namespace, canonical
-from kvtally.machine import free_ports
+from kvtally.processes import free_ports
 from kvtally.wire.frames import encode
 from kvtally.wire.messages import (
     PROTOCOL_VERSION,

@@ -21,7 +21,7 @@ from kvtally.bench.store import main
 from kvtally.bench.store_report import Figures, Latency, page, rows
 from kvtally.bench.tasks import OBJECT_BYTES, Allocate, Copy, RawRead, TaskWorker
 from kvtally.errors import ConfigError, TransportError
-from kvtally.machine import own_environment
+from kvtally.processes import own_environment
 from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]

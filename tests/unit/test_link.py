@@ -22,7 +22,7 @@ from kvtally.config import load
 from kvtally.connection import endpoint
 from kvtally.core.keys import CHAIN_BYTES
 from kvtally.errors import ConfigError
-from kvtally.machine import free_ports
+from kvtally.processes import free_ports
 from kvtally.vllm.autostart import ensure_store
 from kvtally.wire.auth import proof
 from kvtally.wire.frames import encode

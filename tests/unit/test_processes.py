@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvtally.errors import ConfigError, TransportError
-from kvtally.machine import own_environment
-from kvtally.processes import Child, Worker, workplace
+from kvtally.processes import Child, Worker, own_environment, workplace
 from tests.waiting import HANG_S
 
 # A worker with a process of its own. It answers numbers by their double.

@@ -20,7 +20,7 @@ import aiohttp
 import pytest
 
 from kvtally.bench import route as bench
-from kvtally.machine import free_ports
+from kvtally.processes import free_ports
 from tests.unit.fake_vllm import FakeVLLM
 from tests.unit.router_kit import PATH, run
 from tests.waiting import HANG_S, HOUR_S, eventually

@@ -19,7 +19,7 @@ import yaml
 
 from kvtally.cli import main as cli
 from kvtally.errors import ConfigError
-from kvtally.machine import free_ports
+from kvtally.processes import free_ports
 from kvtally.up.file import Deployment, Role, parse, read
 from kvtally.up.host import answers, check, this_host
 from kvtally.up.plan import (

@@ -22,7 +22,7 @@ from kvtally.core.answers import Comparison, compare
 from kvtally.core.namespace import chunk_tokens
 from kvtally.core.receipts import Verdict
 from kvtally.core.routing import Skip
-from kvtally.machine import free_ports
+from kvtally.processes import free_ports
 from kvtally.verify.judge import (
     Answer,
     Counted,

@@ -1,4 +1,4 @@
-"""Ports that may be listened to later, processes that end with us. (The rest is tested where it is asked for.)"""
+"""Free ports, and processes that end when ours does."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtally.machine import FIRST_PORT, free_ports, own_environment
+from kvtally.processes import FIRST_PORT, free_ports, own_environment
 
 TIED = """
 import subprocess, sys, time
-from kvtally.machine import ending_with_us
+from kvtally.processes import ending_with_us
 said = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 subprocess.Popen(ending_with_us([sys.executable, "-c", said]))
 time.sleep(600)
@@ -52,7 +52,7 @@ def test_what_is_taken_is_not_given(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvtally.machine.FIRST_PORT", port - 1)
+            patch.setattr("kvtally.processes.FIRST_PORT", port - 1)
             [given] = free_ports(1, proc(tmp_path, f"{port + 1} 60999"))
     assert given != port
 
