@@ -48,15 +48,15 @@ class StoreProcess:
         self._sizes = (memory, disk_size)
         self.start()
 
-    def start(self, *, memory: str = "", disk: str = "disk", disk_size: str = "", lease_ms: int = 0) -> None:
+    def start(self, *, memory: str = "", disk: str = "disk", disk_size: str = "", lease_ns: int = 0) -> None:
         self.disk = self._directory / disk
         settings = [
             *("--socket", self.socket, "--memory", memory or self._sizes[0]),
             *("--disk", str(self.disk), "--disk-size", disk_size or self._sizes[1]),
         ]
         command = ["-m", "kvtally", "store", *settings]
-        if lease_ms:
-            command = ["-c", IMPATIENT, *settings, str(lease_ms * 1_000_000)]
+        if lease_ns:
+            command = ["-c", IMPATIENT, *settings, str(lease_ns)]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *command], stdout=log, stderr=log, env=os.environ, preexec_fn=_die_with_the_test

@@ -1,11 +1,13 @@
-"""A real engine whose store fails in every way: each request gets the right output, in time, and the engine lives.
+"""A real engine whose store fails in every way: each request gets the right output, and the engine lives.
 
-One engine for all of it, since the connector finds a store again by its socket, whatever came in between. The model has
-attention and recurrent state, in float32: so an output is right or wrong, whatever it was batched with.
+The connector finds a store again by its socket, whatever came in between: so one engine serves for nearly all of it.
+The model has attention and recurrent state, in float32: so an output is right or wrong, whatever it was batched with.
+No test depends on how fast the machine is: deadlines are for hangs only.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -27,15 +29,14 @@ from kvtally.testing.conformance import ConnectorUnderTest
 from kvtally.testing.engines import Engine, Generate, Output, Prompt
 from kvtally.testing.models import MAMBA, VOCABULARY, Model, Recipe
 from kvtally.wire.messages import MissReason, PutObject, PutStatus
+from tests.engine.offline import run_offline
 from tests.engine.store import StoreProcess
 
 pytestmark = pytest.mark.engine
 
-STRIKES = 50
-MOST_ROUNDS = 75
-DEADLINE_S = 30.0  # of any request; one that is computed takes about a second
-WAIT_MS = 1_000  # what a request may wait for the store
-TRIES = 5
+ROUNDS = 50
+DEADLINE_S = 240.0  # of any request; one that is computed takes about a second
+WAIT_MS = 1_000  # what a request of an impatient engine may wait for the store
 LENGTHS = (300, 560, 800, 1100)
 LONG = 1500
 DRAW = random.Random(3)
@@ -87,10 +88,11 @@ class Scene:
         self.store.wait_for_engine()
 
     def save(self, length: int, salt: str) -> Prompt:
-        """A prompt that is in the store, on disk too. Saving may fail, and waiting be too short, on a busy machine."""
+        """A prompt that is in the store, on disk too. A store that has just come up may not be known to the engine."""
         prompt = Prompt(TOKENS[length], salt=salt)
-        is_there = any(self.ask(prompt)[0].cached_tokens > 0 for _ in range(TRIES))
-        assert is_there, self.counters("misses")
+        deadline = time.monotonic() + DEADLINE_S
+        while not self.ask(prompt)[0].cached_tokens:
+            assert time.monotonic() < deadline, self.counters("misses")
         self.store.write_out()
         return prompt
 
@@ -102,28 +104,23 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scene(
+def shared_scene(
     tiny_model: Callable[[Recipe, int], Model],
     store_in: Callable[[Path], StoreProcess],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Scene]:
+    """Requests wait as long as a busy machine may take."""
     directory = tmp_path_factory.mktemp("faults")
-    store = store_in(directory)
-    with engine_of(tiny_model(MAMBA, 0), store.connector(wait_ms=WAIT_MS), directory) as engine:
-        yield Scene(engine, store)
-
-
-@pytest.fixture(scope="module")
-def patient_scene(
-    tiny_model: Callable[[Recipe, int], Model],
-    store_in: Callable[[Path], StoreProcess],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Scene]:
-    """For what is not about patience: requests wait as long as a busy machine may take."""
-    directory = tmp_path_factory.mktemp("patient")
     store = store_in(directory)
     with engine_of(tiny_model(MAMBA, 0), store.connector(), directory) as engine:
         yield Scene(engine, store)
+
+
+@pytest.fixture
+def scene(shared_scene: Scene) -> Iterator[Scene]:
+    """Every test leaves a store that works."""
+    yield shared_scene
+    shared_scene.replace_store()
 
 
 def engine_of(model: Model, connector: ConnectorUnderTest, directory: Path) -> Engine:
@@ -131,30 +128,29 @@ def engine_of(model: Model, connector: ConnectorUnderTest, directory: Path) -> E
     return Engine(arguments, directory / "engine.log", in_process=False)
 
 
-@pytest.fixture(autouse=True)
-def usual_store(scene: Scene) -> Iterator[None]:
-    """Every test leaves a store that works."""
-    yield
-    scene.replace_store()
-
-
-def test_the_store_is_killed_or_stopped_at_any_moment(scene: Scene) -> None:
-    repeated = [scene.save(length, "repeated") for length in LENGTHS]
-    calm_s = [_timed(scene, _crowd(repeated, f"calm {number}")) for number in range(2)]
-    strikes = 0
-    for number in range(MOST_ROUNDS):
-        strikes += _round(scene, repeated, random.Random(f"strike {number}"), number, max(calm_s))
-        if strikes == STRIKES:
-            break
-    assert strikes == STRIKES, "too few were struck while requests were under way"
-    moved, misses = scene.counters("bytes"), scene.counters("misses")
-    assert moved["load"] > 0
-    assert moved["save"] > 0
-    assert misses[MissReason.STORE_UNREACHABLE] > 0, misses  # it went away under loads,
-    assert misses[MissReason.DEADLINE] > 0, misses  # it was asked while it was stopped
-    scene.store.wait_for_engine()  # the last store may have come up while the engine paused between two attempts
-    for length in LENGTHS:
-        scene.save(length, "repeated")  # all is as it was
+def test_the_store_is_killed_or_stopped_at_any_moment(
+    tiny_model: Callable[[Recipe, int], Model], store_in: Callable[[Path], StoreProcess], tmp_path: Path
+) -> None:
+    """Two rounds strike before anything is asked, so that requests meet a store that is stopped, and one that is gone.
+    The others strike whenever they do: what they find under way is a matter of luck, that it is safe is not."""
+    store = store_in(tmp_path)
+    with engine_of(tiny_model(MAMBA, 0), store.connector(wait_ms=WAIT_MS), tmp_path) as engine:
+        scene = Scene(engine, store)
+        repeated = [scene.save(length, "repeated") for length in LENGTHS]
+        stop = functools.partial(store.signal, signal.SIGSTOP)
+        for strike, reason in ((stop, MissReason.DEADLINE), (store.kill, MissReason.STORE_UNREACHABLE)):
+            before = scene.counters("misses").get(reason, 0)
+            strike()
+            scene.ask(*_crowd(repeated, reason))
+            assert scene.counters("misses")[reason] > before
+            scene.replace_store()
+        in_flight = sum(_round(scene, repeated, random.Random(f"strike {number}"), number) for number in range(ROUNDS))
+        print(f"{in_flight} of {ROUNDS} strikes met requests that were under way")
+        moved = scene.counters("bytes")
+        assert moved["load"] > 0
+        assert moved["save"] > 0
+        for length in LENGTHS:
+            scene.save(length, "repeated")  # all is as it was
 
 
 def _crowd(repeated: list[Prompt], salt: str) -> list[Prompt]:
@@ -166,18 +162,12 @@ def _crowd(repeated: list[Prompt], salt: str) -> list[Prompt]:
     ]
 
 
-def _timed(scene: Scene, prompts: list[Prompt]) -> float:
-    begun = time.monotonic()
-    scene.ask(*prompts)
-    return time.monotonic() - begun
-
-
-def _round(scene: Scene, repeated: list[Prompt], draw: random.Random, number: int, calm_s: float) -> bool:
+def _round(scene: Scene, repeated: list[Prompt], draw: random.Random, number: int) -> bool:
     """Whether the store was struck while requests were under way: half of the time while they are looked up and
     loaded, else at any moment of their life."""
     prompts = _crowd(repeated, f"round {number}")
     scene.begin(prompts)
-    time.sleep(draw.uniform(0.0, draw.choice([0.05, calm_s])))
+    time.sleep(draw.uniform(0.0, draw.choice([0.05, 1.0])))
     in_flight = not scene.engine.has_answered
     how = draw.choice(["kill", "stop and go on", "stop and kill"])
     if how == "kill":
@@ -210,27 +200,49 @@ def test_flipped_bits_in_memory_are_a_miss(scene: Scene) -> None:
 
 def test_a_lease_that_expires_before_the_load_is_a_miss(scene: Scene) -> None:
     prompt = scene.save(800, "expired")
-    scene.replace_store(lease_ms=1)
+    scene.replace_store(lease_ns=1)
     assert scene.ask(prompt)[0].cached_tokens == 0
     assert scene.reasons() == [MissReason.LEASE_EXPIRED]
 
 
-def test_a_lease_that_expires_in_the_queue_is_asked_for_again(scene: Scene) -> None:
-    """A lease must outlive the two steps from its answer to its load, and end before those who are ahead do: they take
-    dozens of steps. The next one must not end just when they do."""
-    prompt = scene.save(800, "queued")
-    alone, ahead = ([Prompt(TOKENS[LONG], salt=f"{name} {number}") for number in range(4)] for name in "ab")
-    begun = time.monotonic()
-    scene.ask(*alone)
-    scene.replace_store(lease_ms=round(700 * (time.monotonic() - begun)))
-    assert scene.ask(*ahead, prompt)[-1].cached_tokens > 0
-    # The second answer comes from memory, and says that nobody saved the prompt's last tokens.
-    assert scene.reasons()[-1] in ("", MissReason.ABSENT)
+QUEUED = """
+import time
+engine, half = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
+def add(name, tokens, count):
+    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    engine.add_request(name, TokensPrompt(prompt_token_ids=tokens), sampling)
+ask(given[0])
+assert llm.reset_prefix_cache()
+add("ahead", given[1], 40)
+engine.step()
+add("queued", given[0], 4)
+[tracked] = [tracked for name, tracked in half._requests.items() if name.startswith("queued")]
+deadline = time.monotonic() + 240
+while tracked.attempt.lookup is None or tracked.attempt.lookup.answer is None:
+    assert time.monotonic() < deadline
+    time.sleep(0.001)
+first = tracked.attempt.lookup
+first.answer.lease.expires_ns = 0
+done = {}
+while engine.has_unfinished_requests():
+    done.update({output.request_id: output.num_cached_tokens for output in engine.step() if output.finished})
+result = {"cached": done["queued"], "asked again": tracked.attempt.lookup is not first}
+"""
 
 
-def test_what_an_arena_cannot_hold_at_once_is_held_in_turn(patient_scene: Scene) -> None:
+def test_a_lease_that_expires_in_the_queue_is_asked_for_again(
+    tiny_model: Callable[[Recipe, int], Model], store_in: Callable[[Path], StoreProcess], tmp_path: Path
+) -> None:
+    """Looked up when it arrived, it waits behind another until its lease has ended."""
+    config = {"kv_transfer_config": dict(store_in(tmp_path).connector().kv_transfer_config)}
+    arguments = {**tiny_model(MAMBA, 0).settings, "max_num_seqs": 1, **config}
+    told = run_offline(QUEUED, arguments, [TOKENS[800], TOKENS[300]], tmp_path / "engine.log")
+    assert told["asked again"]
+    assert told["cached"] > 0
+
+
+def test_what_an_arena_cannot_hold_at_once_is_held_in_turn(scene: Scene) -> None:
     """Eight prompts at once, of which the arena holds some: the others wait for room, while they are queued anyway."""
-    scene = patient_scene
     prompts = [scene.save(LONG, f"crowded {number}") for number in range(8)]
     scene.replace_store(memory="16MiB")
     outputs = scene.ask(*prompts)
@@ -242,9 +254,9 @@ def test_what_an_arena_cannot_hold_at_once_is_held_in_turn(patient_scene: Scene)
         assert (output.cached_tokens > 0) == (reason != MissReason.ARENA_FULL), (outputs, reasons)
 
 
-def test_a_hand_off_that_the_arena_cannot_hold_is_not_waited_for(patient_scene: Scene) -> None:
-    """Prefill answers before it knows that its bytes find no room; decode learns it long before its patience ends."""
-    scene = patient_scene
+def test_a_hand_off_that_the_arena_cannot_hold_is_not_waited_for(scene: Scene) -> None:
+    """Prefill answers before it knows that its bytes find no room. Decode learns it: had it waited until its patience
+    ended, the reason would be its deadline."""
     scene.replace_store(memory="16MiB")
     with hoarder(scene.store.socket), hoarder(scene.store.socket):
         told, half = hand_over(scene)
@@ -252,7 +264,6 @@ def test_a_hand_off_that_the_arena_cannot_hold_is_not_waited_for(patient_scene: 
         assert half.reason == MissReason.ARENA_FULL
     else:
         assert (told["reason"], half.reason) == (MissReason.ARENA_FULL, MissReason.ABSENT)
-    assert half.wait_ms < 10_000  # of 30 s
 
 
 @contextmanager
