@@ -252,7 +252,7 @@ def _table(rows: Sequence[Row]) -> Table:
     """Fits 80 columns: below each step's name stands what it proves."""
     table = Table(box=SIMPLE, padding=(0, 1), show_edge=False)
     table.add_column("step, and what it proves", ratio=1)
-    table.add_column("verdict", overflow="fold", max_width=11)
+    table.add_column("verdict", no_wrap=True)
     for heading in ("reused", "computed"):
         table.add_column(heading, justify="right")
     table.add_column("from", no_wrap=True)

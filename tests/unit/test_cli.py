@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.screen import Screen
 
 from kvtally import __version__
+from kvtally.cli import demo
 from kvtally.cli import main as cli
 from kvtally.cli.render import StatsPage, read_stats
 from kvtally.client import Call, Miss, StoreClient
@@ -613,6 +614,33 @@ class TestEightyColumns:
         narrow = run("config", "show").out.splitlines()
         assert "connector.model_identity = my-model-with-a-long-name-v3" in narrow
         assert "  environment: KVTALLY_CONNECTOR__MODEL_IDENTITY" in narrow
+
+    @pytest.mark.parametrize("verdict", ["proved", "recomputed:foreign_namespace", "recomputed:prefill_status_503"])
+    def test_demo(self, verdict: str) -> None:
+        made = demo.Row(
+            step="another prompt, 1,000 tokens shared",
+            proves="decode kept its attention of the shared part and took only the rest and the state",
+            verdict=verdict,
+            reused_tokens=131_071,
+            computed_tokens=131_071,
+            source="gpu:131072,host:131072,disk:131072",
+            answer_equal=False,
+            seconds=1.0,
+            proved=True,
+        )
+        console = Console(width=80)
+        with console.capture() as capture:
+            console.print(demo._table([made]))
+        words = capture.get().split()
+        for word in (
+            *verdict.replace(":", ": ").split(),
+            "131,071",
+            "gpu:131072",
+            "disk:131072",
+            "attention",
+            "DIFFERS",
+        ):
+            assert word in words
 
 
 def page(now: object, before: object | None = None, width: int = 100) -> str:
