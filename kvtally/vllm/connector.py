@@ -173,8 +173,9 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
             on_reset=settings.on_reset,
             events=events,
         )
-        if _is_in_process(config) and transfer.engine_id in workers:
-            self._neighbour = workers[transfer.engine_id]
+        neighbour = workers.get(transfer.engine_id or "")
+        if _is_in_process(config) and neighbour is not None and neighbour.is_running:
+            self._neighbour = neighbour
         groups = ", ".join(f"{spec.kind}×{len(spec.page_bytes[0])}/{spec.block_tokens}" for spec in layout.groups)
         log.warning(
             "kvtally: groups [%s], chunk %d tokens, namespace %s, store %s",

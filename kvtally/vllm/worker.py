@@ -120,6 +120,11 @@ class WorkerHalf:
         self._layouts, self._memory, self._device = layouts, memory, device
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether jobs are carried out: memory was registered, and nobody has stopped the thread."""
+        return self._thread.is_alive()
+
     # ---- the engine's thread
 
     def prepare(self) -> None:

@@ -205,7 +205,9 @@ def test_an_idle_engine_goes_on_when_its_load_is_under_way(scene: Scene, monkeyp
 def test_an_idle_engine_does_not_wait_for_a_thread_that_does_nothing(scene: Scene) -> None:
     from kvtally.vllm.step_jobs import LoadJob
 
+    assert scene.worker.is_running
     scene.worker.stop()
+    assert not scene.worker.is_running  # so an in-process scheduler half does not wait for its saves either
     scene.worker.load_first([LoadJob("r", scene.lease().share(), ENDS, ENDS[-1], 0, [TABLE])])
 
 
