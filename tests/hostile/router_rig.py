@@ -1,8 +1,9 @@
 """A real router process in front of engines that answer at once, and what its other clients notice of an attack.
 
 `Rig.watched` asks for `/health` and for completions all the time while an attack runs. Of each answer it keeps the
-status and the processor time that the router used from the question to the answer. That time, and not the clock's, is
-the verdict: it says how long others had to wait for the router's own work, however busy the machine is beside it.
+status and the processor time that the router used from the question to the answer, without the time in which the asker
+itself was busy or had no processor. That time, and not the clock's, is the verdict: it says how long others had to wait
+for the router's own work, however busy the machine is beside it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import aiohttp
 
 from kvtally.processes import free_ports
 from tests.waiting import HANG_S, comes_about
+from tests.work import occupied_s
 
 ROOT = Path(__file__).parents[2]
 PATH = "/v1/completions"
@@ -81,11 +83,11 @@ class Rig:
     async def _ask_on(self, session: aiohttp.ClientSession, notes: Notes, is_over: asyncio.Event) -> None:
         limit = aiohttp.ClientTimeout(total=HANG_S)
         while not is_over.is_set():
-            begun_s = self.work_s
+            begun_s = self.work_s - occupied_s()
             async with session.get(f"{self.url}/health", timeout=limit) as response:
                 await response.read()
                 notes.statuses.add(response.status)
-            notes.work_s = max(notes.work_s, self.work_s - begun_s)
+            notes.work_s = max(notes.work_s, self.work_s - occupied_s() - begun_s)
             async with session.post(self.url + PATH, json={"prompt": "an honest prompt"}, timeout=limit) as response:
                 await response.read()
                 notes.statuses.add(response.status)
