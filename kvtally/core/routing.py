@@ -178,8 +178,9 @@ class Pace:
     """How long one prefill instance usually takes for a prompt, and whether it has fallen silent.
 
     Silent means: for several times as long as the longest prompt under way usually takes, the instance has answered
-    nobody. A queue is not silence, because those at its front are answered. Prompts are told apart by how many bytes of
-    them the instance has to compute, in powers of two. `now_s` is any clock that only grows.
+    nobody. A queue is not silence, because those at its front are answered. A silent instance is left alone until a
+    health check succeeds; then it gets one request at a time until it answers one. Prompts are told apart by how many
+    bytes of them the instance has to compute, in powers of two. `now_s` is any clock that only grows.
     """
 
     def __init__(self) -> None:
@@ -187,6 +188,11 @@ class Pace:
         self._usual_s: dict[int, float] = {}  # by size class
         self._under_way: dict[Hashable, tuple[int, float]] = {}  # by leg: size class, begin
         self._heard_s = 0.0
+        self._is_alive = True  # a health check has succeeded since it fell silent
+
+    @property
+    def is_left_alone(self) -> bool:
+        return self.is_silent and (not self._is_alive or bool(self._under_way))
 
     def began(self, leg: Hashable, compute_bytes: int, now_s: float) -> None:
         self._under_way[leg] = compute_bytes.bit_length(), now_s
@@ -198,8 +204,12 @@ class Pace:
             self._learn(size, took_s)
 
     def heard(self, now_s: float) -> None:
-        """The instance answered something."""
+        """The instance answered a request."""
         self._heard_s, self.is_silent = now_s, False
+
+    def checked(self) -> None:
+        """The instance answered a health check, which does not say that it answers requests."""
+        self._is_alive = True
 
     def usual_s(self, size: int) -> float | None:
         """What a prompt of this size class usually takes. Of a class never seen: what the next larger one takes, or
@@ -221,7 +231,7 @@ class Pace:
             return []
         if not self.is_silent:  # perhaps this prompt just takes longer than earlier ones: give the next one more time
             self._learn(max(size for size, _ in self._under_way.values()), silence_s)
-        self.is_silent = True
+        self.is_silent, self._is_alive = True, False
         return list(self._under_way)
 
     def _learn(self, size: int, took_s: float) -> None:

@@ -79,6 +79,7 @@ class Member:
     def came_up(self) -> bool:
         """True if it was down: it may have lost everything it held."""
         self._unanswered, self.problem = 0, ""
+        self.pace.checked()
         if self.is_up:
             return False
         self.is_up = True

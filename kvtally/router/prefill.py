@@ -101,8 +101,7 @@ class Prefill:
 
     async def _try_instances(self, exchange: Exchange) -> Plan | Whole | Failure:
         held = self._seen.holders(exchange.prints, time.monotonic_ns())
-        # An instance that fell silent gets one request at a time, until it answers.
-        silent = [member for member in self._fleet.prefill.members if member.pace.is_silent and member.legs]
+        silent = [member for member in self._fleet.prefill.members if member.pace.is_left_alone]
         failure = Failure("silent" if silent else "down", "no prefill instance is up")
         tried: list[Member] = []
         while len(tried) < PREFILL_ATTEMPTS:

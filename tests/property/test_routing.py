@@ -246,3 +246,18 @@ def test_one_slow_answer_at_most_doubles_what_is_usual(times_s: list[float]) -> 
         assert min(times_s) <= now_s <= max(times_s)
         assert usual_s is None or now_s <= 2 * usual_s
         usual_s = now_s
+
+
+def test_a_silent_prefill_is_left_alone_until_it_is_alive_and_then_tried_by_one() -> None:
+    pace = Pace()
+    answered(pace, 1_000, 1.0)
+    pace.began("first", 1_000, 0.0)
+    assert pace.fell_silent(SEVERAL + 0.1) == ["first"]
+    pace.ended("first", None)
+    assert pace.is_left_alone
+    pace.checked()
+    assert not pace.is_left_alone
+    pace.began("second", 1_000, 10.0)
+    assert pace.is_left_alone
+    pace.heard(11.0)
+    assert not pace.is_left_alone

@@ -54,6 +54,7 @@ class FakeVLLM:
         self.seen: list[Seen] = []
         self.arrived = asyncio.Event()  # set by every request, to be cleared by who waits
         self.health = 200
+        self.is_hung = False  # as a stopped process: nothing is answered, not even a health check
         self.bootstrap_status = 200
         self.statuses: list[int] = []  # of the next requests, instead of an answer
         self.drops = 0  # so many next requests find the connection closed
@@ -112,6 +113,8 @@ class FakeVLLM:
     # ---- what it answers
 
     async def _health(self, request: web.Request) -> web.Response:
+        if self.is_hung:
+            await asyncio.Event().wait()
         return web.Response(status=self.health)
 
     async def _other(self, request: web.Request) -> web.StreamResponse:
@@ -147,6 +150,8 @@ class FakeVLLM:
         if self.statuses:
             status = self.statuses.pop(0)
             return web.json_response({"error": {"message": f"fault {status}", "code": status}}, status=status)
+        if self.is_hung:
+            await asyncio.Event().wait()
         if self.pauses_after == 0:
             await self.pause.wait()
         tokens = _tokens(seen.body)

@@ -202,6 +202,8 @@ class TestSilence:
     def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvtally.core.routing.LEAST_SILENCE_S", 0.05)
         monkeypatch.setattr("kvtally.router.fleet.SWEEP_S", 0.02)
+        monkeypatch.setattr("kvtally.router.fleet.CHECK_S", 0.02)
+        monkeypatch.setattr("kvtally.router.fleet.MOST_UNANSWERED", 1_000_000)  # it is never found down
 
     def test_decode_computes_what_a_silent_prefill_does_not(self, tmp_path: Path, store: str) -> None:
         async def test() -> None:
@@ -214,6 +216,7 @@ class TestSilence:
                 async with asyncio.timeout(HANG_S):
                     await it.prefill[0].seen[1].is_over.wait()  # and prefill is told that nobody waits
                 it.prefill[0].pause.set()
+                await is_tried_again(it)
                 assert (await it.ask(f"third {LONG}")).verdict == "proved"
                 assert (await it.ask(f"fourth {LONG}")).verdict == "proved"
 
@@ -228,6 +231,7 @@ class TestSilence:
                 await it.ask(f"first {LONG}")
                 engine.pause.clear()
                 await it.ask(f"second {LONG}")
+                await is_tried_again(it)
                 monkeypatch.setattr("kvtally.core.routing.LEAST_SILENCE_S", 10 * HANG_S)  # who tries now waits
                 engine.arrived.clear()
                 trying = asyncio.create_task(it.ask(f"third {LONG}"))
@@ -238,6 +242,17 @@ class TestSilence:
                 assert len(engine.seen) == 3
                 engine.pause.set()
                 assert (await trying).verdict == "proved"
+
+        run(test)
+
+    def test_nobody_tries_one_that_answers_no_health_check(self, tmp_path: Path, store: str) -> None:
+        async def test() -> None:
+            async with kit(tmp_path, store=store, timeout_s=3_600) as it:
+                await it.ask(f"first {LONG}")
+                it.prefill[0].is_hung = True
+                replies = [await it.ask(f"{number} {LONG}") for number in range(5)]
+                assert {reply.verdict for reply in replies} == {"recomputed:prefill_silent"}
+                assert len(it.prefill[0].seen) == 2
 
         run(test)
 
@@ -256,6 +271,12 @@ class TestSilence:
                 assert (await asked).verdict == "proved"
 
         run(test)
+
+
+async def is_tried_again(it: Kit) -> None:
+    """A health check has succeeded since prefill fell silent."""
+    member = it.router.known.fleet.prefill.members[0]
+    await comes_about(lambda: not member.pace.is_left_alone)
 
 
 class TestStrict:
