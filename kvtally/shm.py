@@ -13,12 +13,16 @@ import ctypes
 import errno
 import mmap
 import os
+import socket
+import struct
 
 import numpy as np
 
 # Missing from the mmap module; see madvise(2). Linux 5.14 and later.
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: see unix(7)
 
 # mmap.madvise() keeps the interpreter lock for the whole call, seconds when pre-faulting. ctypes lets go of it.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -30,6 +34,12 @@ _madvise.restype = ctypes.c_int
 def address_of(memory: mmap.mmap | memoryview) -> int:
     """Where its bytes begin, in this process."""
     return int(np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0])
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """The user at the other end of a unix socket, as the kernel knows it. Only who may map the arena gets it."""
+    _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(uid)
 
 
 class Mapping:

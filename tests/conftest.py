@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kvtally import link
-from kvtally.client import StoreClient
+from kvtally.client import StoreClient, link
 from kvtally.router import app, receipts, upstream
 from kvtally.store.server import StoreServer
 from tests.unit.shell import Bench

@@ -18,6 +18,7 @@ from kvtally.config.load import (
     Settings,
     Shown,
     StoreConfig,
+    check_token,
     load,
 )
 from kvtally.config.setting import Origin, unknown
@@ -33,6 +34,7 @@ __all__ = [
     "Settings",
     "Shown",
     "StoreConfig",
+    "check_token",
     "load",
     "unknown",
 ]

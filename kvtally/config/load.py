@@ -160,12 +160,7 @@ class Settings:
             token=self._token(),
             **self._values("store", besides=("socket", "memory", "disk", "disk_size", "token", "token_file")),
         )
-        if config.tcp and not config.token:
-            raise wrong(
-                f"store.tcp = {config.tcp} has no token: anybody on the network could use the store",
-                f"Write a secret of {SHORTEST_TOKEN} characters or more into a file of mode 0600 and give it as "
-                "--token-file FILE, or leave tcp out.",
-            )
+        check_token(config)
         if bool(config.tls_cert) != bool(config.tls_key):
             raise wrong("only one of store.tls_cert and store.tls_key is given", "Give both, or neither.")
         return config
@@ -313,6 +308,16 @@ class Settings:
 
 
 # ---- where settings are given
+
+
+def check_token(config: StoreConfig) -> None:
+    """Raise ConfigError for a TCP port that everybody could use."""
+    if config.tcp and not config.token:
+        raise wrong(
+            f"store.tcp = {config.tcp} has no token: anybody on the network could use the store",
+            f"Write a secret of {SHORTEST_TOKEN} characters or more into a file of mode 0600 and give it as "
+            "--token-file FILE, or leave tcp out.",
+        )
 
 
 def _find_file(explicit: str | None, environ: Mapping[str, str]) -> Path | None:

@@ -34,7 +34,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvtally.config import RouterConfig
 from kvtally.config.units import is_loopback, split_address
-from kvtally.connection import endpoint
+from kvtally.endpoint import endpoint
 from kvtally.errors import ConfigError, RouteError
 from kvtally.router.book import Book
 from kvtally.router.flavours import FLAVOURS

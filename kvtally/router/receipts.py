@@ -19,8 +19,8 @@ import random
 import socket
 from typing import NamedTuple, cast
 
-from kvtally.connection import Endpoint, Targets, answer_greeting, check_owner
 from kvtally.core.receipts import Receipt
+from kvtally.endpoint import Endpoint, Targets, answer_greeting, check_owner
 from kvtally.errors import IncompatibleError, KVTallyError, TransportError
 from kvtally.wire.frames import encode, reply_reader
 from kvtally.wire.limits import Limits

@@ -21,10 +21,9 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from kvtally.config.units import split_address
+from kvtally.config.units import is_loopback, split_address
 from kvtally.errors import ConfigError
 from kvtally.store.connections import Hub
-from kvtally.store.listen import is_loopback
 from kvtally.store.metrics import render
 
 MOST_CONNECTIONS = 32

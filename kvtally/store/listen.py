@@ -10,12 +10,10 @@ from __future__ import annotations
 import array
 import errno
 import fcntl
-import ipaddress
 import os
 import socket
 import ssl
 import stat
-import struct
 from pathlib import Path
 
 from kvtally.config import LONGEST_SOCKET_PATH_BYTES
@@ -99,12 +97,6 @@ def check_socket_path(path: str) -> None:
         )
 
 
-def peer_uid(connection: socket.socket) -> int:
-    """The user on the other end of a unix socket, as the kernel knows it."""
-    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return int(uid)
-
-
 def send_greeting(connection: socket.socket, frame: bytes, arena_fd: int) -> int:
     """Send the greeting with the arena and the write end of a fresh liveness pipe; return its (non-blocking) read end.
 
@@ -123,14 +115,6 @@ def send_greeting(connection: socket.socket, frame: bytes, arena_fd: int) -> int
     finally:
         os.close(write_end)
     return read_end
-
-
-def is_loopback(host: str) -> bool:
-    """Whether this names the machine itself, without asking a resolver."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def bind_tcp(text: str, setting: str) -> socket.socket:

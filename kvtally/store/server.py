@@ -28,9 +28,10 @@ from functools import partial
 from pathlib import Path
 
 from kvtally import __version__
-from kvtally.config import StoreConfig
+from kvtally.config import StoreConfig, check_token
 from kvtally.config.units import human_size
 from kvtally.errors import CapacityError, ConfigError, IncompatibleError, IntegrityError, KVTallyError, TierError
+from kvtally.shm import peer_uid
 from kvtally.store.admin import check_admin, start_admin
 from kvtally.store.arena import Arena, check_fits
 from kvtally.store.connections import HELLO_TIMEOUT_S, UNGREETED_LIMIT, Connection, Hub
@@ -38,7 +39,6 @@ from kvtally.store.listen import (
     UnixEndpoint,
     bind_tcp,
     check_socket_path,
-    peer_uid,
     send_greeting,
     start_listening,
     tls_context,
@@ -382,11 +382,7 @@ def check(config: StoreConfig) -> None:
     """Raise ConfigError for what can never work. Touches nothing."""
     check_socket_path(config.socket)
     check_fits(config.memory_bytes)
-    if config.tcp and not config.token:
-        raise ConfigError(
-            f"tcp is {config.tcp} and there is no token: everybody who reaches that port would be a client",
-            remedy="Set a token (token_file), or leave tcp out.",
-        )
+    check_token(config)
     tls_context(config.tls_cert, config.tls_key)
     check_admin(config.admin)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvtally.handles import SharedLease
+from kvtally.client import SharedLease
 
 
 @dataclass(slots=True)

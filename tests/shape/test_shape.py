@@ -25,7 +25,7 @@ VALUES = {
 }
 PURE = ("kvtally.core", "kvtally.wire")
 # Run in the engine's own threads, and have none.
-WITHOUT_THREADS = ("kvtally.client", "kvtally.connection", "kvtally.handles", "kvtally.link", "kvtally.shm")
+WITHOUT_THREADS = ("kvtally.client", "kvtally.shm")
 THREADS = ("asyncio", "concurrent", "multiprocessing", "queue", "threading", "uvloop")
 KNOW_VLLM = ("kvtally.vllm", "kvtally.testing.runner", "kvtally.bench.engine")
 PICKLES = ("pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve")
@@ -127,7 +127,7 @@ def pure_parts(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def no_threads(module: str, tree: ast.Module) -> Iterator[str]:
-    if module in WITHOUT_THREADS:
+    if within(module, WITHOUT_THREADS):
         yield from (f"imports {name}" for name in imports(tree) if within(name, THREADS))
 
 
@@ -200,7 +200,7 @@ RULES: dict[Rule, list[tuple[str, str]]] = {
         ("kvtally.store.store", "from kvtally.store.mover import Mover"),
         ("kvtally.store.tiers.base", "import os"),
     ],
-    no_threads: [("kvtally.link", "import threading"), ("kvtally.client", "from concurrent import futures")],
+    no_threads: [("kvtally.client.link", "import threading"), ("kvtally.client", "from concurrent import futures")],
     only_the_connector_knows_vllm: [
         ("kvtally.store.server", "from vllm import LLM"),
         ("kvtally.testing.engines", "import vllm.config"),

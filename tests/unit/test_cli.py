@@ -24,11 +24,11 @@ from kvtally.cli import demo
 from kvtally.cli import main as cli
 from kvtally.cli.render import StatsPage, read_stats
 from kvtally.client import Call, Miss, StoreClient
+from kvtally.client.link import miss_of
 from kvtally.core.keys import ROOT_CHAIN, chain_values, token_bytes
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.core.receipts import Half, Role
 from kvtally.errors import IncompatibleError
-from kvtally.link import miss_of
 from kvtally.wire.messages import PutObject, PutStatus, ResetDone
 from tests.waiting import HANG_S
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from kvtally import link as link_module
 from kvtally.client import Miss
+from kvtally.client import link as link_module
 from kvtally.core.geometry import Runs
 from kvtally.core.namespace import canonical
 from kvtally.core.receipts import Half, Receipt, Role

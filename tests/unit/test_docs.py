@@ -63,7 +63,10 @@ def _has(tree: ast.AST, names: list[str]) -> bool:
         )
         bound = {target.id for target in targets if isinstance(target, ast.Name)}
         if isinstance(node, ast.ImportFrom):
-            bound = {alias.asname or alias.name for alias in node.names}
+            given = {alias.asname or alias.name: alias.name for alias in node.names}
+            if names[0] in given and (node.module or "").startswith("kvtally."):
+                return exists(".".join((node.module or "", given[names[0]], *names[1:])))
+            bound = set(given)
         if names[0] in bound:
             return True
     return False

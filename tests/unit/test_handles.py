@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvtally.handles import Lease
+from kvtally.client import Lease
 from kvtally.wire.messages import Found, MissReason, Staged
 
 ABSENT, FAILED = MissReason.ABSENT, MissReason.STAGING_FAILED

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtally import link as link_module
 from kvtally.client import Miss, StoreClient
+from kvtally.client import link as link_module
 from kvtally.config import load
-from kvtally.connection import endpoint
 from kvtally.core.keys import CHAIN_BYTES
+from kvtally.endpoint import endpoint
 from kvtally.errors import ConfigError
 from kvtally.processes import free_ports
 from kvtally.vllm.autostart import ensure_store

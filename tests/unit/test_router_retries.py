@@ -15,8 +15,8 @@ import aiohttp
 import pytest
 
 from kvtally.config.instances import Instance
-from kvtally.connection import Endpoint, endpoint
 from kvtally.core.receipts import Half, Role
+from kvtally.endpoint import Endpoint, endpoint
 from kvtally.router import intake, proxy
 from kvtally.router.fleet import Member, check
 from kvtally.router.receipts import ReceiptReader

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvtally.client import StoreClient
-from kvtally.connection import Endpoint, check_owner, endpoint
 from kvtally.core.receipts import Half, Role
+from kvtally.endpoint import Endpoint, check_owner, endpoint
 from kvtally.errors import ConfigError, IncompatibleError
 from kvtally.router.receipts import Answer, ReceiptReader
 from kvtally.wire.frames import encode

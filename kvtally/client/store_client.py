@@ -27,14 +27,7 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from kvtally.connection import endpoint
-from kvtally.core.geometry import Runs
-from kvtally.core.keys import chain_values, chunk_ends, token_bytes
-from kvtally.core.namespace import Namespace, canonical
-from kvtally.core.receipts import Half
-from kvtally.device import cpu
-from kvtally.errors import IncompatibleError
-from kvtally.handles import (
+from kvtally.client.handles import (
     Lease,
     Put,
     ReadSlot,
@@ -45,7 +38,14 @@ from kvtally.handles import (
     read_slots_of,
     reason_of,
 )
-from kvtally.link import SPIN_NS, Call, Introduction, Link, Miss, Session, miss_of
+from kvtally.client.link import SPIN_NS, Call, Introduction, Link, Miss, Session, miss_of
+from kvtally.core.geometry import Runs
+from kvtally.core.keys import chain_values, chunk_ends, token_bytes
+from kvtally.core.namespace import Namespace, canonical
+from kvtally.core.receipts import Half
+from kvtally.device import cpu
+from kvtally.endpoint import endpoint
+from kvtally.errors import IncompatibleError
 from kvtally.shm import Mapping
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import (

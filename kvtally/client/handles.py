@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvtally.client.link import Miss, Session
 from kvtally.core.keys import CHAIN_BYTES, ObjectKey, checksum_seed
-from kvtally.link import Miss, Session
 from kvtally.wire.messages import (
     Found,
     Lookup,

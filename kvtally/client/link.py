@@ -1,7 +1,7 @@
 """A link to one store: requests out, replies in, over a connection that is made again whenever it is lost.
 
 Owns the calls in flight and their deadlines, the handshake, and reconnecting. Does not know what requests mean
-(`client`), nor how bytes travel (`connection`). No threads, no event loop, and nothing blocks but `wait` and `step`:
+(`client`), nor how bytes travel (`transport`). No threads, no event loop, and nothing blocks but `wait` and `step`:
 
     submit ──▶ queued (handshake under way) ──▶ sent ──▶ answered, or a Miss: deadline, connection lost, refused
                                     poll() moves all of them on, as far as that is possible at once
@@ -27,7 +27,8 @@ from typing import Generic, TypeVar
 
 from msgspec import structs
 
-from kvtally.connection import Connection, Endpoint, answer_greeting, hold_arena
+from kvtally.client.transport import Connection, hold_arena
+from kvtally.endpoint import Endpoint, answer_greeting
 from kvtally.errors import CapacityError, IncompatibleError, KVTallyError, TransportError
 from kvtally.shm import Mapping
 from kvtally.wire.frames import encode

@@ -4,9 +4,6 @@ Owns the socket, TLS, unsent bytes, descriptors in transit, and the liveness pip
 as the arena is mapped here, because its closing is what tells the store that nobody writes to this client's slots any
 more. Neighbours: `link` (left: when to connect and what to say), `shm` (right: the mapping).
 
-Addresses: `unix:/path` or a plain path; `tcp://host:port`, which maps no arena. A host name is resolved once, when the
-address is read: resolving can block, and nothing after that may.
-
 Fork: a child inherits descriptors but not the mapping (`shm`). At once after the fork its copies of liveness pipes are
 closed, and the Python objects of dead mappings are kept for ever: freeing one would unmap whatever lies there by then.
 """
@@ -21,73 +18,24 @@ import random
 import select
 import socket
 import ssl
-import struct
 import weakref
-from dataclasses import dataclass, field
 
-from kvtally import __version__
-from kvtally.config.units import split_address
-from kvtally.errors import ConfigError, IncompatibleError, TransportError
+from kvtally.endpoint import Endpoint, check_owner
+from kvtally.errors import TransportError
 from kvtally.shm import Mapping, map_arena
-from kvtally.wire.auth import proof
 from kvtally.wire.frames import reply_reader
 from kvtally.wire.limits import Limits
-from kvtally.wire.messages import PROTOCOL_VERSION, Greeting, Reply
+from kvtally.wire.messages import Reply
 
 READ_BYTES = 256 * 1024
 READS_PER_EXCHANGE = 32  # a store that talks without pause must not keep an engine's step
 LARGEST_FRAME_BYTES = 64 * 1024 * 1024  # whatever a greeting says
 ARENA_DESCRIPTORS = 2
-LONGEST_PATH_BYTES = 107  # sockaddr_un holds 108, with the closing zero
 
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: see unix(7)
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 # Every arena that is mapped or viewed in this process, and what closes its liveness pipe.
 _arenas: weakref.WeakKeyDictionary[mmap.mmap, weakref.finalize[..., mmap.mmap]] = weakref.WeakKeyDictionary()
-
-
-Targets = tuple[tuple[socket.AddressFamily, str | tuple[object, ...]], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
-    """Where a store is, and what it takes to be let in."""
-
-    address: str  # as it was given, for people
-    targets: Targets
-    token: str = field(default="", repr=False)
-    tls: ssl.SSLContext | None = None
-    host: str = ""  # empty: on this machine, by its socket's path
-    port: int = 0
-
-    @property
-    def shares_memory(self) -> bool:
-        return not self.host
-
-
-def endpoint(address: str, *, token: str = "", ca_file: str = "", must_resolve: bool = True) -> Endpoint:
-    """Read an address. Raises ConfigError KV-102 for one that cannot work. Nor does a name that leads nowhere, unless
-    whoever connects looks for it again: then it has no targets yet."""
-    if not address.startswith("tcp://"):
-        path = address.removeprefix("unix:")
-        if not path or "://" in path or "\0" in path:
-            raise _bad_address(address, "it is neither a path nor tcp://host:port")
-        if len(os.fsencode(path)) > LONGEST_PATH_BYTES:
-            raise _bad_address(address, f"a socket's path has at most {LONGEST_PATH_BYTES} bytes")
-        return Endpoint(address=address, targets=((socket.AF_UNIX, path),))
-    targets: Targets = ()
-    try:
-        host, port = split_address(address.removeprefix("tcp://"))
-        tls = ssl.create_default_context(cafile=ca_file) if ca_file else None
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        targets = tuple((family, target) for family, _, _, _, target in found)
-    except socket.gaierror as error:
-        if must_resolve:
-            raise _bad_address(address, str(error)) from error
-    except (ValueError, OSError) as error:  # malformed, or an authority file that cannot be read
-        raise _bad_address(address, str(error)) from error
-    return Endpoint(address=address, targets=targets, token=token, tls=tls, host=host, port=port)
 
 
 class Connection:
@@ -237,28 +185,6 @@ def _connect(endpoint: Endpoint) -> socket.socket:
     raise OSError(code, os.strerror(code))
 
 
-def check_owner(connection: socket.socket, address: str, *, remedy: str) -> None:
-    """Whoever owns the socket gives us the bytes our engine will read, and says what was reused: it must be ourselves,
-    or root."""
-    _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    if uid not in (0, os.geteuid()):
-        raise IncompatibleError(f"the store at {address} belongs to user {uid}", remedy=remedy, code="KV-205")
-
-
-def answer_greeting(endpoint: Endpoint, greeting: Greeting, *, token_remedy: str) -> bytes:
-    """The proof that a Hello answers this greeting with. Raises IncompatibleError where the two do not fit."""
-    if greeting.protocol != PROTOCOL_VERSION:
-        raise IncompatibleError(
-            f"the store (kvtally {greeting.version}) speaks protocol {greeting.protocol}, "
-            f"this client (kvtally {__version__}) {PROTOCOL_VERSION}",
-            remedy="Install the same version on both sides, and restart the older one.",
-            code="KV-201",
-        )
-    if greeting.nonce and not endpoint.token:
-        raise IncompatibleError(f"the store at {endpoint.address} asks for a token", remedy=token_remedy, code="KV-205")
-    return proof(endpoint.token, greeting.nonce) if greeting.nonce else b""
-
-
 def hold_arena(connection: Connection, size_bytes: int) -> Mapping:
     """Map the arena that came with the greeting. From here on the liveness pipe lives and dies with the mapping:
     it is closed when the last view of the memory is gone, whoever holds it. Raises OSError or TransportError."""
@@ -286,14 +212,6 @@ def _abandon_arenas() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
         closer()
     _arenas.clear()
-
-
-def _bad_address(address: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"the store's address {address!r} cannot be used: {why}",
-        remedy="Give unix:/path/to/store.sock or tcp://host:port.",
-        code="KV-102",
-    )
 
 
 os.register_at_fork(after_in_child=_abandon_arenas)
