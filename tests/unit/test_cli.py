@@ -1,4 +1,4 @@
-"""The command as people and programs meet it: what it prints, where, its exit codes. Most tests ask one real store."""
+"""The command as people and programs see it: its output and exit codes. Most tests talk to one real store."""
 
 from __future__ import annotations
 
@@ -378,7 +378,7 @@ class TestReceipts:
     def test_a_ticket_is_whole_however_narrow_the_terminal_is(
         self, run: Run, store: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It is what the receipt is asked for by."""
+        """People copy it to ask for the receipt."""
         ticket = "cmpl-8b7e56189b2c71f6a8b7e56189b2c71f6-0-0a1b2c3d"
         with StoreClient(store, namespace=NAMESPACE) as client:
             half = Half(role=Role.DECODE, tokens_host=16, computed_tokens=17, verified=True)
@@ -411,7 +411,7 @@ class TestReset:
     def test_a_store_that_is_busy_forgetting_is_waited_for(
         self, run: Run, store: str, monkeypatch: pytest.MonkeyPatch, late: int
     ) -> None:
-        """Its disk takes seconds to remove some 100,000 objects. Asked again, the store waits for what is left."""
+        """A disk takes seconds to remove 100,000 objects. Each further reset waits for the rest."""
         error = IncompatibleError("a tier has not removed them yet", remedy="Reset once more.", code="KV-600")
         given: list[float | None] = []
         reset = StoreClient.reset
@@ -552,7 +552,7 @@ BUSY = {
 
 
 class TestEightyColumns:
-    """Nothing is cut, and nothing breaks inside: the words are those of a page that has all the room it wants."""
+    """Nothing is cut or broken: a narrow page has the same words as a wide one."""
 
     def test_stat(self) -> None:
         narrow = page(BUSY, width=80)
@@ -564,14 +564,14 @@ class TestEightyColumns:
         assert len(page(BUSY, width=79).splitlines()) > len(page(BUSY, width=80).splitlines())
 
     def test_watch_shows_trouble_first(self) -> None:
-        """On 24 rows, even with five kinds of it and four kinds of misses."""
+        """On 24 rows, even with five kinds of trouble and four reasons for misses."""
         lines = screen(BUSY, width=80, height=24).splitlines()
         for word in ("KV-601", "KV-602", "postponed", "dropped", "limbo", "tokens reused", "disk written"):
             assert [line for line in lines if word in line]
 
     @pytest.mark.parametrize("clients", [7, 40, 256])
     def test_watch_shows_clients_and_namespaces_on_24_rows(self, clients: int) -> None:
-        """The screen cannot be scrolled: what does not fit is counted."""
+        """The screen cannot be scrolled, so it counts what does not fit."""
         many = [{"session": number, "client": f"engine-{number}"} for number in range(clients)]
         calm = {**BUSY, "lookups": {"total": 9, "misses": {"absent": 1}}, "arena": {}, "clients": many}
         calm["tiers"] = [{"name": "disk"}]
@@ -660,5 +660,5 @@ def screen(now: object, *, width: int, height: int) -> str:
 
 
 def row(text: str, name: str) -> list[str]:
-    """The cells of the last row that begins so."""
+    """The cells of the last row that begins with this name."""
     return [line for line in text.splitlines() if line.startswith(name)][-1].split()

@@ -1,4 +1,4 @@
-"""Settings: order and origin of values, every refusal with its code, and what never leaves (the token)."""
+"""Settings: order and origin of values, every refusal with its code, and the token, which is never shown."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ class TestRefusals:
 
 
 class TestPlaces:
-    """Where a path cannot be looked at, or nobody knows which one it is."""
+    """Paths that cannot be read, and a current directory that is gone."""
 
     def test_a_file_that_may_not_be_looked_at_is_one_that_cannot_be_read(self) -> None:
         assert refusal(None, TOKEN_FILE="x" * 300).code == "KV-100"
@@ -352,7 +352,7 @@ class TestDisk:
 
 
 class _FileSystem:
-    """What `os.statvfs` says of a file system with so much free."""
+    """What `os.statvfs` returns for a file system with this much free space."""
 
     def __init__(self, *, free_bytes: int) -> None:
         self.f_frsize = 4096
@@ -422,7 +422,7 @@ class TestDocumentation:
 
     @pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda setting: setting.key)
     def test_what_help_says_can_be_written(self, setting: Setting) -> None:
-        """Its example, and its default where that is a value."""
+        """The example can be read, and so can the default if it is a value."""
         if setting.is_secret:
             return
         read = functools.partial(setting.kind.read, is_for_here=False)

@@ -1,4 +1,4 @@
-"""Documents that name code, settings, metrics or one another are right about them."""
+"""What documents say about code, settings, metrics and each other is true."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_code_that_is_named_exists(path: Path) -> None:
 
 
 def test_the_walk_names_functions() -> None:
-    """The two walks through the code are worth nothing without the places to look at."""
+    """The two walks through the code are useless without the names of functions."""
     walks = text_of("docs/architecture.md").split("## Follow one chunk: ")[1:]
     assert [len(re.findall(r"`kvtally(?:\.\w+)+`", walk.split("\n## ")[0])) >= 10 for walk in walks] == [True, True]
 
@@ -136,7 +136,7 @@ def test_a_source_distribution_has_what_its_makefile_runs_and_its_readme_links_t
 
 
 def test_what_an_example_writes_beside_itself_is_nobodys_source() -> None:
-    """Gigabytes that a commit or a source distribution would take along."""
+    """Otherwise a commit or a source distribution would include gigabytes."""
     ignored = text_of(".gitignore").splitlines()
     for path in (ROOT / "examples").glob("*.yaml"):
         for disk in re.findall(r"^  disk: ([\w-]+)", path.read_text(encoding="utf-8"), re.MULTILINE):
@@ -159,7 +159,7 @@ def test_every_question_that_was_measured_has_its_command_and_its_figures() -> N
 
 
 def test_readmes_figures_are_those_of_the_benchmarks() -> None:
-    """A figure that is measured anew is changed in both, or in neither."""
+    """A figure that is measured again must change in both places."""
     figures = text_of("README.md").split("## Five figures")[1].split("\n## ")[0]
     measured = text_of("docs/benchmarks.md")
     assert len(re.findall(r"^\| (?!question)", figures, re.MULTILINE)) == 5

@@ -48,7 +48,7 @@ def test_ports_are_none_of_those_that_outgoing_connections_get(tmp_path: Path) -
 
 
 def test_what_is_taken_is_not_given(tmp_path: Path) -> None:
-    """Of two ports one is taken."""
+    """One of two ports is taken."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.MonkeyPatch.context() as patch:

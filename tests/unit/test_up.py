@@ -1,4 +1,4 @@
-"""What a file means: its reading, the plan made of it, what is refused before anything starts, and what is printed."""
+"""A deployment file: how it is read, the plan made from it, what is refused before anything starts, and `--print`."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_examples_can_be_planned(name: str) -> None:
 
 
 def test_what_the_example_leaves_out_may_be_said() -> None:
-    """Every setting that stands there as a comment is one that exists: without the # they all work together."""
+    """Every setting in a comment exists: without the #, all of them work together."""
     text = re.sub(r"^( *)# ( *\w+:.*)$", r"\1\2", (ROOT / "examples" / "pd.yaml").read_text(), flags=re.MULTILINE)
     found = parse(yaml.safe_load(text), FILE, {})
     assert (found.pools[Role.DECODE].count, found.env, found.connector, found.logs, found.router, found.store) == (
@@ -227,7 +227,7 @@ def test_the_router_knows_every_engine_and_its_store() -> None:
 
 
 def test_a_router_is_ready_whatever_its_engines_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that dies while its only decode engine starts anew, for minutes, must not be given up meanwhile."""
+    """A router must not be given up while its only decode engine takes minutes to restart."""
     monkeypatch.setattr("kvtally.router.fleet.CHECK_S", 0.01)
 
     async def test() -> None:
@@ -347,7 +347,7 @@ def test_a_printed_command_is_one_a_shell_understands() -> None:
 
 @pytest.fixture
 def ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Deployment:
-    """A deployment that could be started here: vLLM is there, or so it seems."""
+    """A deployment that could start here: vLLM seems to be installed."""
     spec = importlib.machinery.ModuleSpec("vllm", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "vllm" else None)
     (tmp_path / "config.json").write_text("{}")
@@ -472,7 +472,7 @@ def test_print_shows_the_commands(
 def test_what_is_printed_for_another_machine_need_not_be_here(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither its memory, nor its disk, nor its files."""
+    """Neither memory nor disk nor files of this machine matter."""
     store = {"memory": "900TiB", "disk": "/var/lib/kvtally", "disk_size": "9000TiB", "tcp": "10.0.0.5:7400"}
     files = {"token_file": "/etc/no/such", "tls_cert": "/etc/no/cert", "tls_key": "/etc/no/key"}
     tree = {**PD, "store": {**store, **files}, "router": {"store_ca": "/etc/no/ca"}}

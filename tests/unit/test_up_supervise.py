@@ -1,4 +1,4 @@
-"""Keeping processes: real ones, small and quick, in place of stores and engines."""
+"""Supervising processes: real ones, small and quick, instead of stores and engines."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_a_killed_guard_takes_its_process_along(yard: Yard) -> None:
 
 
 def test_a_signal_to_all_leaves_the_process_its_time_to_end(yard: Yard) -> None:
-    """As systemd stops a service: every process of it is signalled, guards too."""
+    """systemd stops a service by signalling every process of it, guards included."""
     supervisor = yard.supervisor(yard.server("engine", mode="orderly"))
 
     async def story() -> None:
@@ -265,7 +265,7 @@ def test_what_a_guard_ignores_its_process_does_not(yard: Yard) -> None:
 
 
 def test_who_ends_while_all_is_stopped_has_not_died(yard: Yard) -> None:
-    """Whoever stopped us told the process, too. It may end before we have come to it."""
+    """The process may have got the same signal, and end before we stop it."""
     supervisor = yard.supervisor(yard.server("engine"), most=0)  # a death would be an error
 
     async def story() -> None:
@@ -491,7 +491,7 @@ def test_nothing_outlives_a_killed_command(yard: Yard, command: subprocess.Popen
 
 
 def test_nobody_has_to_listen(yard: Yard, command: subprocess.Popen[str]) -> None:
-    """`kvtally up | head`: what cannot be said does not stop the processes, nor keep them."""
+    """`kvtally up | head`: output that cannot be written neither stops the processes nor keeps them alive."""
     lines_until_ready(command)
     assert command.stdout is not None
     command.stdout.close()

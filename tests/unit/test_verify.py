@@ -1,4 +1,4 @@
-"""Proving reuse: the judge on made-up observations, one for each thing that can be wrong, then whole runs on fakes."""
+"""Proving reuse: the judge on made-up observations, one for each possible fault, then whole runs on fakes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TOKENS = 1000
 
 
 def seen(verdict: str = "proved", *, reused: int = TOKENS - 1, turn: Turn = Turn.FIRST, **more: Any) -> Observation:
-    """A request that went well, as far as nothing else is said."""
+    """A request that went well, unless the arguments say otherwise."""
     told = Told(
         request="t",
         verdict=verdict,
@@ -291,7 +291,7 @@ def test_the_tolerance_grows_with_the_engines_own_deviation_unless_the_arithmeti
 
 
 def test_an_engine_that_does_not_agree_with_itself_is_a_weak_witness() -> None:
-    """Nearly any answer would do: whoever reads PROVED is to know that."""
+    """Nearly any answer would pass, and a reader of PROVED must know that."""
     steady, unsteady = (msgspec.structs.replace(PD, own_deviation=own) for own in (0.5, 3.0))
     assert judge([seen()], steady).findings == []
     assert judge([seen(is_same_arithmetic=True)], unsteady).findings == []  # held to the tightest tolerance
@@ -462,7 +462,7 @@ class Deployment:
         return 200, {**told, "Content-Type": "text/event-stream"}, self.stream(choice)
 
     def pieces(self, tokens: list[int], reused: int) -> list[object]:
-        """What was reused prefill has computed at once, or had the beginning of it from an earlier turn."""
+        """Prefill computed the reused part at once, or had its beginning from an earlier turn."""
         if not reused:
             return [len(tokens)]
         turns = [turn for turn in self.turns if len(turn) < len(tokens) and tokens[: len(turn)] == turn]
@@ -588,7 +588,7 @@ def test_a_bad_deployment_is_not(deployment: Deployment, run: Command, fault: st
 
 
 def test_rounding_is_not_blamed_on_the_cache(deployment: Deployment, run: Command) -> None:
-    """A next turn is computed in other pieces than its reference, and a prefill of another make rounds otherwise."""
+    """A next turn is computed in other pieces than its reference, and a prefill of another make rounds differently."""
     deployment.has.add("rounding")
     code, out = run("--json")
     report = json.loads(out)
@@ -613,7 +613,7 @@ def test_where_nothing_is_rounded_a_little_is_too_much(deployment: Deployment, r
 
 
 def test_who_serves_others_may_round_as_it_does(deployment: Deployment, run: Command) -> None:
-    """In a batch with others' requests the same tokens are computed otherwise."""
+    """In a batch with other requests the same tokens are rounded differently."""
     deployment.has |= {"rounding", "slightly off", "others"}
     code, out = run("--json")
     assert code == 0, out
