@@ -56,8 +56,7 @@ check: $(STAMP) ## lint, format, types and fast tests; under 2 minutes
 test: check setup ## check, then the slow tests and those in real vLLM engines
 	+$(MAKE) --no-print-directory --jobs=2 --output-sync=line .slow .engine
 
-# The two halves of `test` after `check`. An engine leaves a third of two processors idle; the slow tests are over before
-# the engine tests come to what is killed and must be back in time.
+# The two halves of `test` after `check`. An engine leaves a third of two processors idle.
 .slow:
 	$(LONG) -m "slow and not engine"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from time import monotonic, sleep  # the real ones, whatever a test makes of the clock
 
 import pytest
 
@@ -19,10 +20,10 @@ HOUR_S = 3600.0
 
 def eventually(condition: Callable[[], object], what: str = "the condition held") -> None:
     """Waits until the condition holds; `what` says so in words, for the message if it never does."""
-    deadline = time.monotonic() + HANG_S
+    deadline = monotonic() + HANG_S
     while not condition():
-        assert time.monotonic() < deadline, f"within {HANG_S:g} s it did not come about that {what}"
-        time.sleep(0.005)
+        assert monotonic() < deadline, f"within {HANG_S:g} s it did not come about that {what}"
+        sleep(0.005)
 
 
 class Clock:
