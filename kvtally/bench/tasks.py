@@ -24,12 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtally.bench.daemon import read_state
-from kvtally.client import Call, Miss, StoreClient, question
+from kvtally.client import Call, Miss, question
 from kvtally.client import Put as WriteSlot
 from kvtally.core.keys import ROOT_CHAIN, chain_values, chunk_ends, token_bytes
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.errors import TransportError
 from kvtally.processes import Worker, serve
+from kvtally.testing.copying import CopyingClient
 from kvtally.wire.limits import KIB, MIB, SECOND_NS
 from kvtally.wire.messages import PutObject, PutStatus
 
@@ -87,7 +88,7 @@ class Bench:
     """What the process keeps between tasks: its clients, and memory to copy from and to."""
 
     def __init__(self) -> None:
-        self.clients: dict[str, tuple[StoreClient, Namespace]] = {}
+        self.clients: dict[str, tuple[CopyingClient, Namespace]] = {}
         self.source: NDArray[np.uint8] = np.zeros((0, OBJECT_BYTES), dtype=np.uint8)  # one row for each object
         self.target = self.source
 
@@ -137,7 +138,7 @@ class Connect(Task, frozen=True):
 
     def run(self, bench: Bench) -> list[float]:
         namespace = namespace_of(self.shape)
-        client = StoreClient(self.socket, namespace=namespace, name=f"bench {self.name}", timeout_s=PATIENCE_S)
+        client = CopyingClient(self.socket, namespace=namespace, name=f"bench {self.name}", timeout_s=PATIENCE_S)
         if isinstance(client.connect(PATIENCE_S), Miss) or client.arena is None:
             raise _failed(f"no connection to {self.socket}")
         if self.prefault:
@@ -366,7 +367,7 @@ class Fill(Task, frozen=True):
             yield [item for seed in seeds for item in objects_of(namespace, prompt(seed), self.boundaries)]
 
 
-def _commit(client: StoreClient, begun: Call[list[WriteSlot]]) -> None:
+def _commit(client: CopyingClient, begun: Call[list[WriteSlot]]) -> None:
     """Publish slots as they are, without waiting for the reply: if one fails, lookups will find less."""
     client.put_end([(put, 0) for put in _answer(begun) if put.status is PutStatus.WRITE])
 
@@ -403,7 +404,7 @@ class Look(Task, frozen=True):
     def run(self, bench: Bench) -> list[float]:
         return [self._one(*bench.clients[self.client], prompt(seed)) for seed in self.seeds]
 
-    def _one(self, client: StoreClient, namespace: Namespace, tokens: Tokens) -> float:
+    def _one(self, client: CopyingClient, namespace: Namespace, tokens: Tokens) -> float:
         if self.part is Part.PACK:
             listed = tokens.tolist()
             return _timed(lambda: token_bytes(listed))
@@ -460,7 +461,7 @@ def _hit(result: T | Miss) -> T:
     return result
 
 
-def _drained(client: StoreClient) -> None:
+def _drained(client: CopyingClient) -> None:
     """Wait until the lower tiers have everything. Raises if something was dropped."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:

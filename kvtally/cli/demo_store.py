@@ -27,12 +27,13 @@ from rich.text import Text
 
 from kvtally.cli.demos import Step, is_proved, parser, print_json
 from kvtally.cli.render import read_stats
-from kvtally.client import Miss, StoreClient
+from kvtally.client import Miss
 from kvtally.core.geometry import runs
 from kvtally.core.receipts import Role, Verdict
 from kvtally.errors import TierError
 from kvtally.processes import Child, Worker, serve, workplace
 from kvtally.shm import address_of
+from kvtally.testing.copying import CopyingClient
 from kvtally.testing.engine import FULL, NAMESPACE, Answer, SyntheticEngine
 from kvtally.wire.messages import MissReason
 from kvtally.wire.stats import StoreStats
@@ -245,7 +246,7 @@ def _be_engine(name: str, role: str, socket: str) -> int:
         written = engine.write(request, client)
         return Answer(output="", prompt_tokens=0, reused_tokens=0, computed_tokens=0, saved_objects=len(written))
 
-    with StoreClient(socket, namespace=NAMESPACE, name=name) as client:
+    with CopyingClient(socket, namespace=NAMESPACE, name=name) as client:
         serve(handle)
     return 0
 
@@ -268,14 +269,14 @@ class Stage:
     """The store, the engines and the directory they live in. Leaving it ends them all."""
 
     def __init__(self, directory: Path) -> None:
-        self.client: StoreClient
+        self.client: CopyingClient
         self._directory = directory
         self._socket = directory / "store.sock"
         self._stack = contextlib.ExitStack()
         self._store: Child
 
     def __enter__(self) -> Stage:
-        self.client = self._stack.enter_context(StoreClient(str(self._socket), namespace=NAMESPACE, name="demo"))
+        self.client = self._stack.enter_context(CopyingClient(str(self._socket), namespace=NAMESPACE, name="demo"))
         return self
 
     def __exit__(self, *exception: object) -> None:

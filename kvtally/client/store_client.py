@@ -1,7 +1,7 @@
-"""What an engine or a tool uses to talk to a store. Never blocks past a deadline; every fault is a `Miss`.
+"""The operations that a store offers, for engines and tools. Never blocks past a deadline; every fault is a `Miss`.
 
-    lookup / hold ─▶ Lease ─▶ wait_staged ─▶ slots ─▶ ReadSlot ─▶ read ─▶ release          arena slot ─▶ engine block
-    put_begin ─▶ Put ─▶ write ─▶ put_end                                                   engine block ─▶ arena slot
+    hold ─▶ Lease ─▶ slots ─▶ ReadSlot: copied by the engine ─▶ accept ─▶ release          arena slot ─▶ engine block
+    put_begin ─▶ Put: copied by the engine ─▶ put_end                                      engine block ─▶ arena slot
 
 Each operation sends its request at once and returns a `Call`. An engine's step goes on and looks at `call.result` after
 a later `poll()`; a tool says `call.wait()`, which returns at the latest at the call's deadline. Nothing raises for what
@@ -11,9 +11,10 @@ Leases and puts are handles. They belong to the session in which they were given
 has dropped them, and the handle answers for itself (LEASE_EXPIRED) without asking the next store, which might know
 something else by that number. Memory stays mapped while a view of it exists: a copy under way is never cut off.
 
-Neighbours: `link` (calls, deadlines, reconnecting), `handles` (what replies become), `device` (copies).
-Threading: one thread at a time. Copies may run elsewhere: take `pieces` and `seed` of a handle, call `device`, and hand
-the checksum back here (`accept`, `put_end`); without a checksum, `confirm` the lease after the copy.
+Neighbours: `link` (calls, deadlines, reconnecting), `handles` (what replies become). Nothing is copied here: an engine
+takes a handle's `pieces` and `seed` to its device (`kvtally.device`), in any thread, and brings the checksum back
+(`accept`, `put_end`). What was copied without a checksum counts only if the lease is confirmed afterwards (`confirm`).
+Threading: one thread at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from msgspec import structs
 
@@ -39,11 +40,9 @@ from kvtally.client.handles import (
     reason_of,
 )
 from kvtally.client.link import SPIN_NS, Call, Introduction, Link, Miss, Session, miss_of
-from kvtally.core.geometry import Runs
 from kvtally.core.keys import chain_values, chunk_ends, token_bytes
 from kvtally.core.namespace import Namespace, canonical
 from kvtally.core.receipts import Half
-from kvtally.device import cpu
 from kvtally.endpoint import endpoint
 from kvtally.errors import IncompatibleError
 from kvtally.shm import Mapping
@@ -126,7 +125,7 @@ class StoreClient:
             jitter=jitter,
         )
 
-    def __enter__(self) -> StoreClient:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -206,17 +205,6 @@ class StoreClient:
             return self._link.answered(Miss(MissReason.LEASE_EXPIRED))
         return self._submit(Wanted(0, lease.id, prefill_tokens_s), _expect(Done), timeout_s)
 
-    def wait_staged(self, lease: Lease, *, timeout_s: float | None = None) -> Lease | Miss:
-        """Wait until everything leased is in the arena. A Miss where that did not come about, or not in time."""
-        deadline_ns = self._deadline_ns(timeout_s)
-        while not lease.is_staged:
-            if time.monotonic_ns() >= deadline_ns:
-                return self._count(Miss(MissReason.DEADLINE, "staging did not end in time"))
-            self._link.step(deadline_ns)
-        if lease.end_tokens:
-            return lease
-        return self._count(Miss(reason_of(lease.reason, MissReason.ABSENT)))
-
     def adopt(self, shared: SharedLease) -> Lease:
         """Another session's lease, to read through this one. Releasing it only reports what did not verify."""
         if self._link.session is None:
@@ -246,45 +234,6 @@ class StoreClient:
         return self._submit(
             SlotsGet(0, lease.id, rank), lambda reply: read_slots_of(lease, self._digest, rank, reply), timeout_s
         )
-
-    def read(
-        self, slot: ReadSlot, memory: cpu.Memory, runs: Runs | None = None, *, verify: bool | None = None
-    ) -> int | Miss:
-        """Copy an object to the start of `memory`, or to where `runs` say: its length, or a Miss with garbage there.
-
-        Verified as the store says, unless `verify` says otherwise.
-        """
-        lease = slot.lease
-        if not lease.is_live:
-            return self._count(Miss(MissReason.LEASE_EXPIRED))
-        if verify is None:
-            verify = lease.session.verify_reads
-        checksum = cpu.load_object(slot.pieces, memory, runs, slot.seed if verify else None)
-        return self._judge(slot, checksum) or slot.length_bytes
-
-    def read_all(
-        self, slots: Sequence[ReadSlot], memories: Sequence[cpu.Memory], *, verify: bool | None = None
-    ) -> int | Miss:
-        """`read` for many whole objects of one lease, each to a memory of its size: how many bytes.
-
-        What is not verified is copied in as few pieces as there are, and the lease is looked at once, after the last.
-        """
-        if not slots:
-            return 0
-        if slots[0].lease.session.verify_reads if verify is None else verify:
-            for slot, memory in zip(slots, memories, strict=True):
-                outcome = self.read(slot, memory, verify=True)
-                if isinstance(outcome, Miss):
-                    return outcome
-        else:
-            if not slots[0].lease.is_live:
-                return self._count(Miss(MissReason.LEASE_EXPIRED))
-            whole = [(memory, slot.pieces) for slot, memory in zip(slots, memories, strict=True)]
-            cpu.move_all(whole, into_slots=False)
-            missed = self._judge(slots[-1], None)
-            if missed is not None:
-                return missed
-        return sum(slot.length_bytes for slot in slots)
 
     def accept(self, slot: ReadSlot, checksum: int) -> Miss | None:
         """Judge a copy by its checksum: a Miss where its bytes must not be used.
@@ -325,68 +274,11 @@ class StoreClient:
             return self._link.answered(Done(0))
         return self._submit(Release(0, ids, bad), _expect(Done), timeout_s)
 
-    def get(
-        self, question: Lookup, *, rank: int = 0, timeout_s: float | None = None
-    ) -> dict[tuple[int, int], bytearray] | Miss:
-        """One-shot: look up, hold, stage, read. The bytes of everything the hit needs, by (boundary index, group)."""
-        deadline_ns = self._deadline_ns(timeout_s, question.wait_ms)
-        lease = self.hold(question, timeout_s=_left_s(deadline_ns)).wait()
-        if isinstance(lease, Miss):
-            return lease
-        try:
-            staged = self.wait_staged(lease, timeout_s=_left_s(deadline_ns))
-            if isinstance(staged, Miss):
-                return staged
-            slots = self.slots(lease, rank=rank, timeout_s=_left_s(deadline_ns)).wait()
-            if isinstance(slots, Miss):
-                return slots
-            found: dict[tuple[int, int], bytearray] = {}
-            for slot in slots:
-                target = bytearray(slot.length_bytes)
-                outcome = self.read(slot, target)
-                if isinstance(outcome, Miss):
-                    return outcome
-                found[slot.index, slot.key.group] = target
-            return found
-        finally:
-            self.release([lease])
-
     # ---- writing
 
     def put_begin(self, objects: Sequence[PutObject], *, timeout_s: float | None = None) -> Call[list[Put]]:
         """Ask for slots to write to. One answer for each object, in their order."""
         return self._submit(PutBegin(0, list(objects)), lambda reply: self._puts(objects, reply), timeout_s)
-
-    def write(self, put: Put, memory: cpu.Memory, runs: Runs | None = None) -> int | Miss:
-        """Copy an object into its slot, from the start of `memory` or from where `runs` say: its checksum."""
-        if put.status is not PutStatus.WRITE:
-            raise ValueError(f"the store gave no slot to write to: {put.status.name}")
-        if not put.session.alive:
-            return self._count(Miss(MissReason.LEASE_EXPIRED))
-        checksum = cpu.save_object(memory, runs, put.pieces, put.seed)
-        assert checksum is not None
-        return checksum
-
-    def write_all(
-        self, puts: Sequence[Put], memories: Sequence[cpu.Memory], *, hashed: bool = True
-    ) -> list[tuple[Put, int]] | Miss:
-        """`write` for many whole objects, as `put_end` takes them. Unhashed ones get the checksum 0: nobody who
-        verifies accepts them, and they are for who does not (a benchmark of the bare way)."""
-        if hashed:
-            written: list[tuple[Put, int]] = []
-            for put, memory in zip(puts, memories, strict=True):
-                checksum = self.write(put, memory)
-                if isinstance(checksum, Miss):
-                    return checksum
-                written.append((put, checksum))
-            return written
-        if any(put.status is not PutStatus.WRITE for put in puts):
-            raise ValueError(f"the store gave no slot to write to: {[put.status.name for put in puts]}")
-        if not all(put.session.alive for put in puts):
-            return self._count(Miss(MissReason.LEASE_EXPIRED))
-        whole = [(memory, put.pieces) for put, memory in zip(puts, memories, strict=True)]
-        cpu.move_all(whole, into_slots=True)
-        return [(put, 0) for put in puts]
 
     def put_end(
         self, commit: Iterable[tuple[Put, int]] = (), abort: Iterable[Put] = (), *, timeout_s: float | None = None
@@ -397,29 +289,6 @@ class StoreClient:
         if not commits and not aborts:
             return self._link.answered(Miss(MissReason.LEASE_EXPIRED, "the store that gave these slots is gone"))
         return self._submit(PutEnd(0, commits, aborts), _expect(PutEnded), timeout_s)
-
-    def put(
-        self, objects: Sequence[tuple[PutObject, cpu.Memory]], *, timeout_s: float | None = None
-    ) -> list[PutStatus] | Miss:
-        """One-shot: begin, write, commit. For each object WRITE (saved now), PRESENT, PENDING or FULL."""
-        deadline_ns = self._deadline_ns(timeout_s)
-        for item, data in objects:
-            if cpu.size_bytes(data) != item.length_bytes:
-                raise ValueError(f"{cpu.size_bytes(data)} bytes were given for an object of {item.length_bytes}")
-        puts = self.put_begin([item for item, _ in objects], timeout_s=_left_s(deadline_ns)).wait()
-        if isinstance(puts, Miss):
-            return puts
-        given = [(put, data) for put, (_, data) in zip(puts, objects, strict=True) if put.status is PutStatus.WRITE]
-        commits = self.write_all([put for put, _ in given], [data for _, data in given])
-        if isinstance(commits, Miss):
-            return commits
-        if commits:
-            ended = self.put_end(commits, timeout_s=_left_s(deadline_ns)).wait()
-            if isinstance(ended, Miss):
-                return ended
-            if ended.rejected:
-                return self._count(Miss(MissReason.LEASE_EXPIRED, f"{len(ended.rejected)} puts had expired"))
-        return [put.status for put in puts]
 
     # ---- receipts, tools
 
@@ -443,13 +312,6 @@ class StoreClient:
         return self._submit(Reset(0, digest), _expect(ResetDone), timeout_s)
 
     # ---- requests and replies
-
-    def _judge(self, slot: ReadSlot, checksum: int | None) -> Miss | None:
-        """`accept` what was hashed; of what was not, have the lease confirmed."""
-        if checksum is not None:
-            return self.accept(slot, checksum)
-        standing = self.confirm(slot.lease).wait()
-        return standing if isinstance(standing, Miss) else None
 
     def _submit(
         self,
@@ -506,7 +368,3 @@ _LOST = Session(generation=0, store="", limits=Limits(), verify_reads=True, mapp
 
 def _expect(kind: type[M]) -> Callable[[Reply], M | None]:
     return lambda reply: reply if isinstance(reply, kind) else None
-
-
-def _left_s(deadline_ns: int) -> float:
-    return max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)

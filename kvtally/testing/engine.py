@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from kvtally.client import Lease, Miss, Put, ReadSlot, StoreClient
+from kvtally.client import Lease, Miss, Put, ReadSlot
 from kvtally.core.geometry import (
     GroupLayout,
     LayerView,
@@ -38,6 +38,7 @@ from kvtally.core.geometry import (
 from kvtally.core.keys import ROOT_CHAIN, chain_values, chunk_ends, token_bytes
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace, chunk_tokens
 from kvtally.core.receipts import Half, Role
+from kvtally.testing.copying import CopyingClient
 from kvtally.wire.messages import Lookup, MissReason, PutObject, PutStatus
 
 LAYERS = 2
@@ -123,7 +124,7 @@ class SyntheticEngine:
 
     # ---- one request
 
-    def serve(self, tokens: Sequence[int], client: StoreClient | None = None, *, ticket: str = "") -> Answer:
+    def serve(self, tokens: Sequence[int], client: CopyingClient | None = None, *, ticket: str = "") -> Answer:
         """Restore what the store has, compute the rest, save it; then compute the last token and look at the output.
 
         With a ticket, this engine's half of the receipt is filed.
@@ -218,7 +219,7 @@ class SyntheticEngine:
     def question(request: Request) -> Lookup:
         return Lookup(0, b"".join(request.chains), request.ends, len(request.tokens) - 1)
 
-    def restore(self, request: Request, client: StoreClient) -> Restored:
+    def restore(self, request: Request, client: CopyingClient) -> Restored:
         """Load the longest hit. If bytes did not verify during staging, ask once more: nothing was promised yet, and
         the store now knows which objects are bad and may serve an earlier boundary."""
         question = self.question(request)
@@ -235,7 +236,7 @@ class SyntheticEngine:
         finally:
             client.release([lease]).wait()
 
-    def _load_all(self, request: Request, client: StoreClient, lease: Lease, reason: str) -> Restored:
+    def _load_all(self, request: Request, client: CopyingClient, lease: Lease, reason: str) -> Restored:
         """If one object fails, nothing counts as restored: computing overwrites what landed."""
         slots = client.slots(lease).wait()
         if isinstance(slots, Miss):
@@ -250,7 +251,7 @@ class SyntheticEngine:
         disk_tokens = lease.outcome.disk_tokens if lease.outcome is not None else 0
         return Restored(request.computed, disk_tokens, moved_bytes, reason)
 
-    def _load(self, request: Request, client: StoreClient, slot: ReadSlot, hit_tokens: int) -> int | Miss:
+    def _load(self, request: Request, client: CopyingClient, slot: ReadSlot, hit_tokens: int) -> int | Miss:
         group, spec = slot.key.group, GROUPS[slot.key.group]
         start, end = request.start(slot.index), request.ends[slot.index]
         wanted = needed_blocks(spec, start, end, hit_tokens=hit_tokens)
@@ -261,7 +262,7 @@ class SyntheticEngine:
         where = runs(self.layouts[group], blocks, skip_blocks=skipped)
         return client.read(slot, self.memory, where, verify=self._verify)
 
-    def save(self, request: Request, client: StoreClient) -> int:
+    def save(self, request: Request, client: CopyingClient) -> int:
         """Save every object of which this engine has all bytes. How many were new to the store."""
         written = self.write(request, client)
         if not written:
@@ -269,7 +270,7 @@ class SyntheticEngine:
         ended = client.put_end(written).wait()
         return 0 if isinstance(ended, Miss) else ended.committed
 
-    def write(self, request: Request, client: StoreClient) -> list[tuple[Put, int]]:
+    def write(self, request: Request, client: CopyingClient) -> list[tuple[Put, int]]:
         """The first phase of a save: get slots and write them. Nobody can read them before they are committed."""
         objects = list(self._objects(request))
         puts = client.put_begin(objects).wait() if objects else []
@@ -313,7 +314,7 @@ class SyntheticEngine:
         )
 
 
-def _stage(client: StoreClient, question: Lookup) -> Lease | Miss:
+def _stage(client: CopyingClient, question: Lookup) -> Lease | Miss:
     """Hold the longest hit, and wait until it is in the arena."""
     lease = client.hold(question).wait()
     if isinstance(lease, Miss):

@@ -14,8 +14,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvtally.client import Miss, StoreClient
+from kvtally.client import Miss
 from kvtally.core.namespace import Namespace
+from kvtally.testing.copying import CopyingClient
 from tests.waiting import HANG_S, eventually
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +101,9 @@ class StoreProcess:
         self.log = directory / "store.log"
         self.options = options
         self.process: Process
-        self.probe = StoreClient(str(self.socket), namespace=namespace, name="probe", timeout_s=HANG_S, jitter=Eager())
+        self.probe = CopyingClient(
+            str(self.socket), namespace=namespace, name="probe", timeout_s=HANG_S, jitter=Eager()
+        )
         self.start()
 
     def start(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from kvtally.client import Miss, StoreClient, question
+from kvtally.client import Miss, question
 from kvtally.core.keys import ROOT_CHAIN, ObjectKey
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
+from kvtally.testing.copying import CopyingClient
 from kvtally.testing.sim_client import content
 from kvtally.wire.messages import Lookup, PutObject, PutStatus
 
@@ -34,14 +35,14 @@ def right_bytes(number: int) -> bytes:
     return content(key(number), OBJECT_BYTES)
 
 
-def save(client: StoreClient, *numbers: int) -> None:
+def save(client: CopyingClient, *numbers: int) -> None:
     """Save these and make sure that they were."""
     for number in numbers:
         statuses = client.put([(item(number), right_bytes(number))])
         assert statuses == [PutStatus.WRITE], statuses
 
 
-def load(client: StoreClient, number: int) -> Miss | None:
+def load(client: CopyingClient, number: int) -> Miss | None:
     """Load one and compare; the reason if there was none."""
     found = client.get(asked(number))
     if isinstance(found, Miss):

@@ -21,12 +21,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvtally.client import Call, Miss, StoreClient
+from kvtally.client import Call, Miss
 from kvtally.core.space import Piece
 from kvtally.device import cpu
 from kvtally.store.server import StoreServer
 from kvtally.store.tiers.files import read_format
 from kvtally.store.tiers.journal import compact_key, pieces_of, replay
+from kvtally.testing.copying import CopyingClient
 from kvtally.wire.limits import MIB, SECOND_NS, Limits
 from kvtally.wire.messages import Found, MissReason, PutStatus
 from tests.chaos.processes import Eager, StoreProcess, environment, tree
@@ -43,16 +44,16 @@ def seen(running: Running, *path: str) -> Any:
 
 
 @contextlib.contextmanager
-def client_of(path: str | Path) -> Iterator[StoreClient]:
-    with StoreClient(str(path), namespace=NAMESPACE, timeout_s=HANG_S, jitter=Eager()) as client:
+def client_of(path: str | Path) -> Iterator[CopyingClient]:
+    with CopyingClient(str(path), namespace=NAMESPACE, timeout_s=HANG_S, jitter=Eager()) as client:
         assert not isinstance(client.connect(), Miss)
         yield client
 
 
 @pytest.fixture
-def client(bench: Bench) -> Iterator[StoreClient]:
+def client(bench: Bench) -> Iterator[CopyingClient]:
     """Connects when it is first used: the store may be started after it was made."""
-    with StoreClient(bench.path, namespace=NAMESPACE, timeout_s=HANG_S, jitter=Eager()) as client:
+    with CopyingClient(bench.path, namespace=NAMESPACE, timeout_s=HANG_S, jitter=Eager()) as client:
         yield client
 
 
@@ -65,7 +66,7 @@ def test_calls_return_in_time_while_the_store_is_stopped(daemon: StoreProcess) -
         session = client.session
         daemon.process.signal(signal.SIGSTOP)
         try:
-            newcomer = StoreClient(str(daemon.socket), namespace=NAMESPACE)
+            newcomer = CopyingClient(str(daemon.socket), namespace=NAMESPACE)
             calls: list[Callable[[], object]] = [
                 lambda: client.get(asked(10), timeout_s=LIMIT_S),
                 lambda: client.put([(item(11), right_bytes(11))], timeout_s=LIMIT_S),
@@ -121,7 +122,7 @@ def test_calls_return_in_time_while_nobody_is_let_in(daemon: StoreProcess) -> No
         while errno.EAGAIN not in codes:
             stranger = crowd.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
             codes.add(stranger.connect_ex(str(daemon.socket)))
-        with StoreClient(str(daemon.socket), namespace=NAMESPACE) as client:
+        with CopyingClient(str(daemon.socket), namespace=NAMESPACE) as client:
             begun = time.monotonic()
             assert isinstance(client.get(asked(10), timeout_s=LIMIT_S), Miss)
             assert isinstance(client.connect(LIMIT_S), Miss)
@@ -162,7 +163,7 @@ def bytes_at(running: Running, pieces: list[Piece]) -> bytes:
     return running.call(lambda: b"".join(bytes(view) for view in running.server.arena.views(pieces)))
 
 
-def use_every_byte(running: Running, client: StoreClient, begin: int) -> None:
+def use_every_byte(running: Running, client: CopyingClient, begin: int) -> None:
     """Save more than three arenas full."""
     before = seen(running, "arena", "evicted")
     save(client, *range(begin, begin + 3 * MIB // GRANULES_BYTES))
@@ -174,7 +175,9 @@ def leases_expire(running: Running, clock: Clock) -> None:
     running.call(lambda: None)  # it looks at its timers
 
 
-def test_a_stopped_writers_slot_is_not_reused_until_it_says_so(bench: Bench, client: StoreClient, clock: Clock) -> None:
+def test_a_stopped_writers_slot_is_not_reused_until_it_says_so(
+    bench: Bench, client: CopyingClient, clock: Clock
+) -> None:
     running = bench.start(loop_factory=asyncio.new_event_loop, memory_bytes=1 * MIB)
     save(client, 2)
     with half_way(bench) as writer:
@@ -200,7 +203,7 @@ def test_a_stopped_writers_slot_is_not_reused_until_it_says_so(bench: Bench, cli
         assert load(client, 1) is None
 
 
-def test_a_stopped_writer_that_is_killed_gives_its_slot_back(bench: Bench, client: StoreClient, clock: Clock) -> None:
+def test_a_stopped_writer_that_is_killed_gives_its_slot_back(bench: Bench, client: CopyingClient, clock: Clock) -> None:
     running = bench.start(loop_factory=asyncio.new_event_loop, memory_bytes=1 * MIB)
     save(client, 2)
     with half_way(bench) as writer:
@@ -213,7 +216,7 @@ def test_a_stopped_writer_that_is_killed_gives_its_slot_back(bench: Bench, clien
 
 
 def test_a_reader_that_was_stopped_for_too_long_gets_a_miss_not_others_bytes(
-    bench: Bench, client: StoreClient, clock: Clock
+    bench: Bench, client: CopyingClient, clock: Clock
 ) -> None:
     running = bench.start(loop_factory=asyncio.new_event_loop, memory_bytes=1 * MIB)
     save(client, 1)
@@ -237,7 +240,7 @@ def test_a_reader_that_was_stopped_for_too_long_gets_a_miss_not_others_bytes(
     assert seen(running, "quarantined", "count") == {}
 
 
-def test_a_killed_client_loses_leases_and_puts_at_once(bench: Bench, client: StoreClient) -> None:
+def test_a_killed_client_loses_leases_and_puts_at_once(bench: Bench, client: CopyingClient) -> None:
     """At once, not when they expire: that would be in an hour."""
     limits = Limits(lease_ns=int(HOUR_S) * SECOND_NS, wait_ns=int(HOUR_S) * SECOND_NS)
     running = bench.start(StoreServer(bench.config(memory_bytes=1 * MIB), limits=limits))
@@ -255,7 +258,7 @@ def test_a_killed_client_loses_leases_and_puts_at_once(bench: Bench, client: Sto
         save(client, 1)
 
 
-def test_of_two_that_save_the_same_one_writes_and_the_other_may_wait(bench: Bench, client: StoreClient) -> None:
+def test_of_two_that_save_the_same_one_writes_and_the_other_may_wait(bench: Bench, client: CopyingClient) -> None:
     """It is answered by the commit: its own deadline is an hour away."""
     running = bench.start(StoreServer(bench.config(), limits=Limits(wait_ns=int(HOUR_S) * SECOND_NS)))
     with client_of(bench.path) as second:
@@ -331,7 +334,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[int, ...]]] = {
 @pytest.mark.parametrize("is_running", [False, True], ids=["while it is down", "while it runs"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_on_disk_is_a_counted_miss_and_never_served(
-    bench: Bench, client: StoreClient, tmp_path: Path, damage: str, is_running: bool
+    bench: Bench, client: CopyingClient, tmp_path: Path, damage: str, is_running: bool
 ) -> None:
     do_damage, hurt = DAMAGES[damage]
     disk = tmp_path / "disk"
@@ -361,7 +364,7 @@ def test_damage_on_disk_is_a_counted_miss_and_never_served(
 
 
 def test_a_scribble_in_the_arena_is_found_and_the_disk_has_the_object_still(
-    bench: Bench, client: StoreClient, tmp_path: Path
+    bench: Bench, client: CopyingClient, tmp_path: Path
 ) -> None:
     running = bench.start(memory_bytes=1 * MIB, disk=str(tmp_path / "disk"), disk_bytes=16 * MIB)
     save(client, 1)
@@ -376,7 +379,7 @@ def test_a_scribble_in_the_arena_is_found_and_the_disk_has_the_object_still(
 
 
 def test_a_working_set_larger_than_the_arena_is_served_from_disk(
-    bench: Bench, client: StoreClient, tmp_path: Path
+    bench: Bench, client: CopyingClient, tmp_path: Path
 ) -> None:
     running = bench.start(memory_bytes=256 * 1024, disk=str(tmp_path / "disk"), disk_bytes=16 * MIB)
     for number in range(60):
@@ -388,7 +391,7 @@ def test_a_working_set_larger_than_the_arena_is_served_from_disk(
 
 
 def test_a_removed_directory_degrades_the_tier_and_nothing_else(
-    bench: Bench, client: StoreClient, tmp_path: Path, clock: Clock
+    bench: Bench, client: CopyingClient, tmp_path: Path, clock: Clock
 ) -> None:
     disk = tmp_path / "disk"
     running = bench.start(memory_bytes=1 * MIB, disk=str(disk), disk_bytes=16 * MIB)
@@ -418,7 +421,7 @@ def test_a_device_that_takes_no_more_bytes_degrades_the_tier(daemon: StoreProces
         recovers(client, lambda: daemon.stats("tiers", "0"), count(10_000))
 
 
-def recovers(client: StoreClient, tier: Callable[[], Any], unsaved: Iterator[int]) -> None:
+def recovers(client: CopyingClient, tier: Callable[[], Any], unsaved: Iterator[int]) -> None:
     """After a while the tier is tried again, and takes what is saved then."""
     before = tier()["writes"]
 
@@ -441,7 +444,9 @@ def mounted(directory: Path, *options: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
-def test_a_full_volume_degrades_the_tier_until_there_is_room(bench: Bench, client: StoreClient, tmp_path: Path) -> None:
+def test_a_full_volume_degrades_the_tier_until_there_is_room(
+    bench: Bench, client: CopyingClient, tmp_path: Path
+) -> None:
     with mounted(tmp_path / "volume", "-o", "size=4m") as volume:
         running = bench.start(memory_bytes=4 * MIB, disk=str(volume / "disk"), disk_bytes=3 * MIB)
         save(client, *range(10))

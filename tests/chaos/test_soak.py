@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtally.client import Miss, StoreClient
+from kvtally.client import Miss
+from kvtally.testing.copying import CopyingClient
 from tests.chaos.processes import Eager, StoreProcess
 from tests.chaos.single import NAMESPACE, asked, item, load, save
 from tests.waiting import HANG_S, eventually
@@ -31,7 +32,7 @@ def test_clients_that_come_and_go(daemon: StoreProcess, count: int) -> None:
     save_once(daemon)
 
     def visit() -> None:
-        with StoreClient(str(daemon.socket), namespace=NAMESPACE, timeout_s=HANG_S) as client:
+        with CopyingClient(str(daemon.socket), namespace=NAMESPACE, timeout_s=HANG_S) as client:
             lease, puts = client.hold(asked(2003)).wait(), client.put_begin([item(2004)]).wait()
             assert not isinstance(lease, Miss)
             assert not isinstance(puts, Miss)
@@ -44,7 +45,7 @@ def test_clients_that_come_and_go(daemon: StoreProcess, count: int) -> None:
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_one_client_that_is_cut_off_again_and_again(daemon: StoreProcess, count: int) -> None:
     save_once(daemon)
-    with StoreClient(str(daemon.socket), namespace=NAMESPACE, timeout_s=HANG_S, jitter=Eager()) as client:
+    with CopyingClient(str(daemon.socket), namespace=NAMESPACE, timeout_s=HANG_S, jitter=Eager()) as client:
 
         def be_cut_off() -> None:
             assert not isinstance(client.connect(), Miss)
@@ -63,7 +64,7 @@ def test_one_client_that_is_cut_off_again_and_again(daemon: StoreProcess, count:
 @pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_leases_that_are_taken_and_released(daemon: StoreProcess, count: int) -> None:
     save_once(daemon)
-    with StoreClient(str(daemon.socket), namespace=NAMESPACE, timeout_s=HANG_S) as client:
+    with CopyingClient(str(daemon.socket), namespace=NAMESPACE, timeout_s=HANG_S) as client:
 
         def hold_and_release() -> None:
             lease = client.hold(asked(2003)).wait()

@@ -15,7 +15,8 @@ import time
 from collections import Counter
 from random import Random
 
-from kvtally.client import Miss, StoreClient
+from kvtally.client import Miss
+from kvtally.testing.copying import CopyingClient
 from tests.chaos.workload import DEPTH, NAMESPACE, PROMPTS, asked, objects, problem, right_bytes
 
 SUM_EVERY_S = 0.1
@@ -28,7 +29,7 @@ class Worker:
         self.seen: Counter[str] = Counter()
         self.stopping = False
         self.report = open(report, "a", buffering=1)  # noqa: SIM115 - for as long as the process lives
-        self.client = StoreClient(socket, namespace=NAMESPACE, name=f"worker-{seed}")
+        self.client = CopyingClient(socket, namespace=NAMESPACE, name=f"worker-{seed}")
 
     def run(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stopping", True))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 
-from kvtally.client import Miss, StoreClient
+from kvtally.client import Miss
+from kvtally.testing.copying import CopyingClient
 from tests.chaos.single import NAMESPACE, asked, item, right_bytes
 
 
 def main(socket: str) -> None:
-    client = StoreClient(socket, namespace=NAMESPACE, name="writer")
+    client = CopyingClient(socket, namespace=NAMESPACE, name="writer")
     lease = client.hold(asked(2)).wait()
     puts = client.put_begin([item(1)]).wait()
     assert not isinstance(puts, Miss)

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtally.client import Lease, Miss, StoreClient
+from kvtally.client import Lease, Miss
 from kvtally.core.geometry import GroupLayout, LayerView
 from kvtally.device import cpu
+from kvtally.testing.copying import CopyingClient
 from kvtally.vllm.boundaries import Boundaries, Extras
 from kvtally.wire.messages import Lookup, PutObject, PutStatus
 from tests.unit.early_kit import CHUNK, DENSE, PROMPT, store
@@ -38,8 +39,8 @@ class Scene:
         from kvtally.vllm.worker import WorkerHalf
 
         self.memory = np.zeros(64 * BLOCKS, dtype=np.uint8)
-        self.clients: list[StoreClient] = []
-        self.scheduler = StoreClient(path, namespace=DENSE)
+        self.clients: list[CopyingClient] = []
+        self.scheduler = CopyingClient(path, namespace=DENSE)
         self.content = np.random.default_rng(3).integers(1, 256, (CHUNKS, OBJECT_BYTES), np.uint8)
         tokens = Boundaries(CHUNK, Extras())
         tokens.extend(PROMPT, len(PROMPT))
@@ -51,8 +52,8 @@ class Scene:
         assert put == [PutStatus.WRITE] * CHUNKS
         layout = EngineLayout(namespace=DENSE, group_ids=(0,), layer_names=(("l",),), block_tokens=16)
 
-        def connect() -> StoreClient:
-            self.clients.append(StoreClient(path, namespace=DENSE))
+        def connect() -> CopyingClient:
+            self.clients.append(CopyingClient(path, namespace=DENSE))
             return self.clients[-1]
 
         self.worker = WorkerHalf(layout, 0, connect)
@@ -308,7 +309,7 @@ def test_a_lease_that_is_lost_during_the_copy_is_no_load(bench: Bench, verify_re
 
 def overwrite(path: str) -> None:
     """Fill a store of 1 MiB with other bytes, twice over."""
-    with StoreClient(path, namespace=DENSE) as other:
+    with CopyingClient(path, namespace=DENSE) as other:
         for number in range(8):
             tokens = Boundaries(CHUNK, Extras())
             tokens.extend([1000 + number] * CHUNK, CHUNK)

@@ -7,8 +7,9 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from kvtally.client import Call, Lease, Miss, Put, ReadSlot, StoreClient, question
+from kvtally.client import Call, Lease, Miss, Put, ReadSlot, question
 from kvtally.core.keys import CHAIN_BYTES, ROOT_CHAIN
+from kvtally.testing.copying import CopyingClient
 from kvtally.wire.messages import PutObject, PutStatus
 from tests.chaos.processes import Eager
 from tests.fuzz.hostile import NAMESPACES, Dice
@@ -28,7 +29,7 @@ class Talk:
     def __init__(self, seed: int, path: Path) -> None:
         self.random = Dice(seed)
         self.impostor = Impostor(path, self.random, self.random.choice((0.0, 0.01, 0.05, 0.2)))
-        self.client = StoreClient(str(path), namespace=NAMESPACE, timeout_s=TIMEOUT_S, jitter=Eager())
+        self.client = CopyingClient(str(path), namespace=NAMESPACE, timeout_s=TIMEOUT_S, jitter=Eager())
         self.seen: Counter[str] = Counter()
         self._leases: list[Lease] = []
         self._slots: list[ReadSlot] = []

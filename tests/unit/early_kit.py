@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvtally.client import Miss, StoreClient
+from kvtally.client import Miss
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
+from kvtally.testing.copying import CopyingClient
 from kvtally.vllm.boundaries import Boundaries, Extras
 from kvtally.vllm.counters import Counters
 from kvtally.vllm.lookup_policy import LookupPolicy
@@ -31,7 +32,7 @@ PROMPT = list(range(200))
 class Asked(LookupThread):
     """Remembers what it was asked."""
 
-    def __init__(self, connect: Callable[[], StoreClient]) -> None:
+    def __init__(self, connect: Callable[[], CopyingClient]) -> None:
         super().__init__(connect, DENSE)
         self.asked: list[PromptLookup] = []
         self.wanted: list[PromptLookup] = []
@@ -57,7 +58,7 @@ def store(bench: Bench) -> Running:
 
 @pytest.fixture
 def lookups(bench: Bench, store: Running) -> Iterator[Asked]:
-    lookups = Asked(lambda: StoreClient(str(bench.path), namespace=DENSE))
+    lookups = Asked(lambda: CopyingClient(str(bench.path), namespace=DENSE))
     lookups.start()
     yield lookups
     lookups.stop()
@@ -103,7 +104,7 @@ def save(bench: Bench, tokens: list[int] = PROMPT) -> None:
     path.extend(tokens, len(tokens))
     chunks = [path.chunk(index) for index in range(len(path.chains))]
     objects = [(PutObject(*chunk, 0, 0, 256), bytes(256)) for chunk in chunks]
-    with StoreClient(str(bench.path), namespace=DENSE) as client:
+    with CopyingClient(str(bench.path), namespace=DENSE) as client:
         assert not isinstance(client.connect(), Miss)
         assert client.put(objects) == [PutStatus.WRITE] * len(chunks)
 

@@ -15,10 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from kvtally.client import Lease, Miss, Put, ReadSlot, StoreClient, question
+from kvtally.client import Lease, Miss, Put, ReadSlot, question
 from kvtally.core.keys import CHAIN_BYTES, ROOT_CHAIN
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.core.receipts import Receipt
+from kvtally.testing.copying import CopyingClient
 from kvtally.wire.frames import encode, request_reader
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import (
@@ -257,8 +258,8 @@ class World:
         token: str = "",
         ca_file: str = "",
         jitter: random.Random | None = None,
-    ) -> StoreClient:
-        client = StoreClient(
+    ) -> CopyingClient:
+        client = CopyingClient(
             address or self.path,
             namespace=NAMESPACE,
             expect=expect,
@@ -292,7 +293,7 @@ def missed(result: object, reason: MissReason) -> str:
     return result.detail
 
 
-def until(client: StoreClient, condition: Callable[[], bool]) -> None:
+def until(client: CopyingClient, condition: Callable[[], bool]) -> None:
     """Poll until something has come about."""
 
     def polled() -> bool:
@@ -302,25 +303,25 @@ def until(client: StoreClient, condition: Callable[[], bool]) -> None:
     eventually(polled)
 
 
-def held(client: StoreClient, wanted: Lookup = QUESTION) -> Lease:
+def held(client: CopyingClient, wanted: Lookup = QUESTION) -> Lease:
     lease = client.hold(wanted).wait()
     assert isinstance(lease, Lease)
     return lease
 
 
-def slots_of(client: StoreClient, lease: Lease) -> list[ReadSlot]:
+def slots_of(client: CopyingClient, lease: Lease) -> list[ReadSlot]:
     slots = client.slots(lease).wait()
     assert isinstance(slots, list)
     return slots
 
 
-def puts_of(client: StoreClient, count: int = 1) -> list[Put]:
+def puts_of(client: CopyingClient, count: int = 1) -> list[Put]:
     puts = client.put_begin([item for item, _ in objects(count)]).wait()
     assert isinstance(puts, list)
     return puts
 
 
-def got(client: StoreClient) -> list[bytes]:
+def got(client: CopyingClient) -> list[bytes]:
     """The objects of QUESTION, as far as they are there, in their order."""
     found = client.get(QUESTION)
     return [] if isinstance(found, Miss) else [bytes(found[key]) for key in sorted(found)]

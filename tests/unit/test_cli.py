@@ -29,6 +29,7 @@ from kvtally.core.keys import ROOT_CHAIN, chain_values, token_bytes
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.core.receipts import Half, Role
 from kvtally.errors import IncompatibleError
+from kvtally.testing.copying import CopyingClient
 from kvtally.wire.messages import PutObject, PutStatus, ResetDone
 from tests.waiting import HANG_S
 
@@ -107,7 +108,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     socket = str(tmp_path_factory.mktemp("store") / "s.sock")
     process = start_store("--socket", socket)
     try:
-        with StoreClient(socket, namespace=NAMESPACE, name="engine\x1b[31m") as client:
+        with CopyingClient(socket, namespace=NAMESPACE, name="engine\x1b[31m") as client:
             save(client)
             for half in (
                 Half(role=Role.PREFILL, prompt_tokens=33, saved_tokens=32, chain=b"\xab" * 32),
@@ -119,7 +120,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         stop_store(process)
 
 
-def save(client: StoreClient) -> None:
+def save(client: CopyingClient) -> None:
     chain = chain_values(token_bytes(range(16)), [16])[0]
     item = PutObject(chain, ROOT_CHAIN, 0, 16, 0, 0, 1024)
     assert client.put([(item, bytearray(1024))]) in ([PutStatus.WRITE], [PutStatus.PRESENT])
@@ -380,7 +381,7 @@ class TestReceipts:
     ) -> None:
         """People copy it to ask for the receipt."""
         ticket = "cmpl-8b7e56189b2c71f6a8b7e56189b2c71f6-0-0a1b2c3d"
-        with StoreClient(store, namespace=NAMESPACE) as client:
+        with CopyingClient(store, namespace=NAMESPACE) as client:
             half = Half(role=Role.DECODE, tokens_host=16, computed_tokens=17, verified=True)
             assert not isinstance(client.file_receipt(ticket, half).wait(), Miss)
         for columns in ("20", "60", "80"):
@@ -392,13 +393,13 @@ class TestReceipts:
 
 class TestReset:
     def test_one_namespace_by_its_first_digits(self, run: Run, store: str) -> None:
-        with StoreClient(store, namespace=NAMESPACE) as client:
+        with CopyingClient(store, namespace=NAMESPACE) as client:
             save(client)
         digits = NAMESPACE.digest.hex()[:8]
         result = run("reset", "--socket", store, "--namespace", digits, "--yes")
         assert result.code == 0
         assert "Forgot 1 objects." in result.out
-        with StoreClient(store, namespace=NAMESPACE) as client:
+        with CopyingClient(store, namespace=NAMESPACE) as client:
             save(client)
 
     @pytest.mark.parametrize("prefix", ["ffffffffffff", "", "zz"])
@@ -426,7 +427,7 @@ class TestReset:
         result = run("reset", "--socket", store, "--yes")
         assert (result.code, "Forgot 1 objects." in result.out, len(given)) == (0, True, late + 1)
         assert {seconds is not None and seconds >= 30 for seconds in given} == {True}
-        with StoreClient(store, namespace=NAMESPACE) as client:
+        with CopyingClient(store, namespace=NAMESPACE) as client:
             save(client)
 
     def test_a_refusal_is_told_with_its_own_code_and_remedy(
@@ -444,7 +445,7 @@ class TestReset:
 
     def test_no_escape_sequence_of_a_model_reaches_the_terminal(self, run: Run, store: str) -> None:
         rude = msgspec.structs.replace(NAMESPACE, model="tiny\x1b[31m")
-        with StoreClient(store, namespace=rude) as client:
+        with CopyingClient(store, namespace=rude) as client:
             save(client)
         result = run("reset", "--socket", store, "--namespace", rude.digest.hex()[:12], "--yes")
         assert (result.code, "tiny?[31m" in result.out, "\x1b" in result.out) == (0, True, False)
@@ -596,7 +597,7 @@ class TestEightyColumns:
             load_ms=1_034.1,
             reason="staging_failed",
         )
-        with StoreClient(store, namespace=NAMESPACE) as client:
+        with CopyingClient(store, namespace=NAMESPACE) as client:
             for one in (Half(role=Role.PREFILL, saved_tokens=32_768), half):
                 assert not isinstance(client.file_receipt(ticket, one).wait(), Miss)
         monkeypatch.setenv("COLUMNS", "80")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtally.client import StoreClient
 from kvtally.core.geometry import LayerView
 from kvtally.core.receipts import Role, Verdict
+from kvtally.testing.copying import CopyingClient
 from kvtally.testing.engine import FULL, NAMESPACE, SLIDING, STATE, WINDOW_TOKENS, Request, SyntheticEngine
 from kvtally.wire.limits import MIB
 from kvtally.wire.messages import MissReason
@@ -29,8 +29,8 @@ def store(bench: Bench) -> Running:
 
 
 @pytest.fixture
-def client(bench: Bench, store: Running) -> Iterator[StoreClient]:
-    with StoreClient(bench.path, namespace=NAMESPACE) as client:
+def client(bench: Bench, store: Running) -> Iterator[CopyingClient]:
+    with CopyingClient(bench.path, namespace=NAMESPACE) as client:
         yield client
 
 
@@ -61,7 +61,7 @@ class TestAlone:
 
 class TestWithAStore:
     @pytest.mark.parametrize("length", [2, 17, 64, 65, 66, CHUNK, CHUNK + 1, CHUNK + 2, 2 * CHUNK + 100, 4 * CHUNK])
-    def test_another_engine_computes_only_the_last_token(self, client: StoreClient, length: int) -> None:
+    def test_another_engine_computes_only_the_last_token(self, client: CopyingClient, length: int) -> None:
         tokens = prompt(length)
         saved = SyntheticEngine(seed=1).serve(tokens, client)
         restored = SyntheticEngine(seed=2).serve(tokens, client)
@@ -70,7 +70,7 @@ class TestWithAStore:
         assert restored.output == saved.output == SyntheticEngine(seed=3).serve(tokens).output
 
     @pytest.mark.parametrize("shared", [CHUNK, 3 * CHUNK, 3 * CHUNK + 40])
-    def test_a_shared_beginning_is_reused_to_its_last_boundary(self, client: StoreClient, shared: int) -> None:
+    def test_a_shared_beginning_is_reused_to_its_last_boundary(self, client: CopyingClient, shared: int) -> None:
         tokens = prompt(4 * CHUNK)
         other = tokens[:shared] + prompt(300, seed=2)
         SyntheticEngine(seed=1).serve(tokens, client)
@@ -78,7 +78,7 @@ class TestWithAStore:
         assert answer.reused_tokens == shared // CHUNK * CHUNK
         assert answer.output == SyntheticEngine(seed=3).serve(other).output
 
-    def test_what_was_not_restored_is_not_saved(self, client: StoreClient) -> None:
+    def test_what_was_not_restored_is_not_saved(self, client: CopyingClient) -> None:
         """After a restore the blocks before the window and the earlier states hold noise. Were they saved, the next
         engine would restore it, and at those boundaries its output would be wrong."""
         tokens = prompt(4 * CHUNK)
@@ -93,13 +93,13 @@ class TestWithAStore:
             answer = SyntheticEngine(seed=4).serve(tokens[:length], client)
             assert answer.output == expected.output
 
-    def test_a_receipt_is_proved(self, client: StoreClient) -> None:
+    def test_a_receipt_is_proved(self, client: CopyingClient) -> None:
         SyntheticEngine(seed=1, role=Role.PREFILL).serve(prompt(300), client, ticket="t")
         SyntheticEngine(seed=2, role=Role.DECODE).serve(prompt(300), client, ticket="t")
         found = client.receipts("t").wait()
         assert [receipt.verdict for receipt in found.receipts] == [Verdict.PROVED]  # type: ignore[union-attr]
 
-    def test_uncommitted_objects_are_not_there(self, client: StoreClient) -> None:
+    def test_uncommitted_objects_are_not_there(self, client: CopyingClient) -> None:
         engine = SyntheticEngine(seed=1)
         request = engine.admit(prompt(300))
         engine.compute(request, 299)
@@ -108,11 +108,11 @@ class TestWithAStore:
         assert (answer.reused_tokens, answer.reason) == (0, MissReason.PENDING)
 
     def test_without_the_store_everything_is_computed(self, tmp_path: Path) -> None:
-        with StoreClient(str(tmp_path / "nobody.sock"), namespace=NAMESPACE) as client:
+        with CopyingClient(str(tmp_path / "nobody.sock"), namespace=NAMESPACE) as client:
             answer = SyntheticEngine().serve(prompt(100), client)
         assert (answer.reused_tokens, answer.reason) == (0, MissReason.STORE_UNREACHABLE)
 
-    def test_one_wrong_byte_is_a_wrong_output(self, client: StoreClient) -> None:
+    def test_one_wrong_byte_is_a_wrong_output(self, client: CopyingClient) -> None:
         tokens = prompt(2 * CHUNK + 100)
         expected = SyntheticEngine(seed=1).serve(tokens, client).output
         engine = SyntheticEngine(seed=2)

@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvtally.client import Miss, StoreClient
+from kvtally.client import Miss
 from kvtally.core.handoff import Handoff
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.core.receipts import Half, Role
+from kvtally.testing.copying import CopyingClient
 from kvtally.vllm.boundaries import Boundaries, Boundary, Extras
 from kvtally.vllm.handoff import handoff_of, shorten_for_prefill
 from kvtally.vllm.lookup_thread import LookupAnswer, LookupThread, PromptLookup
@@ -97,15 +98,15 @@ def test_where_there_is_nothing_to_hand_over_nothing_is_changed(untouched: Any) 
 @pytest.fixture
 def lookups(bench: Bench) -> Iterator[LookupThread]:
     bench.start()
-    lookups = LookupThread(lambda: StoreClient(str(bench.path), namespace=HYBRID), HYBRID)
+    lookups = LookupThread(lambda: CopyingClient(str(bench.path), namespace=HYBRID), HYBRID)
     lookups.start()
     yield lookups
     lookups.stop()
 
 
 @pytest.fixture
-def prefill(bench: Bench, lookups: LookupThread) -> Iterator[StoreClient]:
-    with StoreClient(str(bench.path), namespace=HYBRID) as client:
+def prefill(bench: Bench, lookups: LookupThread) -> Iterator[CopyingClient]:
+    with CopyingClient(str(bench.path), namespace=HYBRID) as client:
         assert not isinstance(client.connect(), Miss)
         yield client
 
@@ -121,7 +122,7 @@ def boundaries(tokens: list[int], end: int) -> list[Boundary]:
     return [*whole, walk.tail(tokens, end)] if end % CHUNK else whole
 
 
-def save(client: StoreClient, groups: dict[int, list[Boundary]]) -> None:
+def save(client: CopyingClient, groups: dict[int, list[Boundary]]) -> None:
     """As prefill's worker does: attention at every boundary, state where it is."""
     objects = []
     for group, ends in groups.items():
@@ -138,7 +139,7 @@ def everything(tokens: list[int] = PROMPT) -> dict[int, list[Boundary]]:
     return {FULL: ends, STATE: ends[-1:]}
 
 
-def handoff(client: StoreClient, **changes: Any) -> Handoff:
+def handoff(client: CopyingClient, **changes: Any) -> Handoff:
     session = client.session
     assert session is not None
     told = Handoff(
@@ -168,7 +169,7 @@ def answer(lookup: PromptLookup) -> LookupAnswer:
     return lookup.answer
 
 
-def answered(client: StoreClient) -> int:
+def answered(client: CopyingClient) -> int:
     """How many the store has answered."""
     stats = client.stats().wait()
     assert not isinstance(stats, Miss)
@@ -177,18 +178,18 @@ def answered(client: StoreClient) -> int:
     return int(counted["total"])
 
 
-def is_asked_again_and_again(client: StoreClient) -> None:
+def is_asked_again_and_again(client: CopyingClient) -> None:
     before = answered(client)
     eventually(lambda: answered(client) >= before + 3)
 
 
-def test_a_handoff_is_found_at_exactly_its_boundary(lookups: LookupThread, prefill: StoreClient) -> None:
+def test_a_handoff_is_found_at_exactly_its_boundary(lookups: LookupThread, prefill: CopyingClient) -> None:
     save(prefill, everything())
     found = answer(ask(lookups, handoff(prefill)))
     assert (found.end_tokens, found.ends, found.reason) == (END, [64, 128, 192, END], "")
 
 
-def test_decode_waits_for_a_writer_that_has_not_begun(lookups: LookupThread, prefill: StoreClient) -> None:
+def test_decode_waits_for_a_writer_that_has_not_begun(lookups: LookupThread, prefill: CopyingClient) -> None:
     lookup = ask(lookups, handoff(prefill))
     is_asked_again_and_again(prefill)
     assert lookup.answer is None  # nothing is there, nothing is pending, and yet it waits
@@ -200,7 +201,7 @@ def test_decode_waits_for_a_writer_that_has_not_begun(lookups: LookupThread, pre
 
 
 def test_the_wait_ends_with_the_deadline_and_keeps_what_is_there(
-    lookups: LookupThread, prefill: StoreClient, bench: Bench
+    lookups: LookupThread, prefill: CopyingClient, bench: Bench
 ) -> None:
     ends = boundaries(PROMPT, END)
     save(prefill, {FULL: ends[:2], STATE: ends[1:2]})
@@ -218,7 +219,7 @@ def test_the_wait_ends_with_the_deadline_and_keeps_what_is_there(
 
 @pytest.mark.parametrize("second", [{}, {"ticket": "another", "promise": "t"}])
 def test_the_wait_ends_when_prefill_withdraws_its_promise(
-    lookups: LookupThread, prefill: StoreClient, second: dict[str, str]
+    lookups: LookupThread, prefill: CopyingClient, second: dict[str, str]
 ) -> None:
     ends = boundaries(PROMPT, END)
     save(prefill, {FULL: ends[:2], STATE: ends[1:2]})
@@ -233,7 +234,7 @@ def test_the_wait_ends_when_prefill_withdraws_its_promise(
     assert (found.end_tokens, found.reason) == (128, MissReason.ARENA_FULL)
 
 
-def test_who_waits_long_asks_ever_more_seldom(lookups: LookupThread, prefill: StoreClient, clock: Clock) -> None:
+def test_who_waits_long_asks_ever_more_seldom(lookups: LookupThread, prefill: CopyingClient, clock: Clock) -> None:
     told = handoff(prefill)
     clock.stop()
     lookup = ask(lookups, told)
@@ -254,7 +255,7 @@ def turns(lookups: LookupThread) -> None:
         assert came_to_it.wait(HANG_S)
 
 
-def test_without_a_handoff_nobody_waits(lookups: LookupThread, prefill: StoreClient) -> None:
+def test_without_a_handoff_nobody_waits(lookups: LookupThread, prefill: CopyingClient) -> None:
     found = answer(ask(lookups, None))
     assert (found.end_tokens, found.reason) == (0, MissReason.ABSENT)
 
@@ -270,13 +271,13 @@ def test_without_a_handoff_nobody_waits(lookups: LookupThread, prefill: StoreCli
     ],
 )
 def test_a_handoff_that_cannot_be_meant_for_us_is_not_waited_for(
-    lookups: LookupThread, prefill: StoreClient, changes: dict[str, Any], reason: MissReason
+    lookups: LookupThread, prefill: CopyingClient, changes: dict[str, Any], reason: MissReason
 ) -> None:
     found = answer(ask(lookups, handoff(prefill, **changes)))
     assert (found.end_tokens, found.reason) == (0, reason)
 
 
-def test_what_the_store_has_is_used_whatever_the_handoff_says(lookups: LookupThread, prefill: StoreClient) -> None:
+def test_what_the_store_has_is_used_whatever_the_handoff_says(lookups: LookupThread, prefill: CopyingClient) -> None:
     save(prefill, everything())
     found = answer(ask(lookups, handoff(prefill, store="another")))
     assert (found.end_tokens, found.reason) == (END, "")
@@ -291,7 +292,7 @@ def conversation(seed: int) -> list[int]:
 
 
 def test_the_end_of_an_answer_is_found_among_those_of_other_conversations(
-    lookups: LookupThread, prefill: StoreClient
+    lookups: LookupThread, prefill: CopyingClient
 ) -> None:
     """No boundary before it has a state: the hit without it would be nothing."""
     ends = {0: 150, 500: 160, 700: 170}
@@ -302,7 +303,7 @@ def test_the_end_of_an_answer_is_found_among_those_of_other_conversations(
     assert (found.end_tokens, found.ends) == (150, [64, 128, 150])
 
 
-def test_where_no_end_fits_the_chunks_before_are_reused(lookups: LookupThread, prefill: StoreClient) -> None:
+def test_where_no_end_fits_the_chunks_before_are_reused(lookups: LookupThread, prefill: CopyingClient) -> None:
     chunks, other = boundaries(PROMPT, 128), boundaries(conversation(500), 160)[-1]
     save(prefill, {FULL: [*chunks, other], STATE: [chunks[-1], other]})
     found = answer(ask(lookups, None))
@@ -323,7 +324,7 @@ def test_hashes_are_hex() -> None:
 
 @pytest.mark.parametrize(("block_tokens", "found_tokens"), [(80, 160), (1, 128)])
 def test_the_last_state_of_the_same_prompt_is_found_among_the_ends_of_many_conversations(
-    lookups: LookupThread, prefill: StoreClient, block_tokens: int, found_tokens: int
+    lookups: LookupThread, prefill: CopyingClient, block_tokens: int, found_tokens: int
 ) -> None:
     """They share their first two chunks. Of the ends that are known behind these, four are tried at most."""
     chunks, own = boundaries(PROMPT, 128), boundaries(PROMPT, 160)[-1]

@@ -16,13 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from kvtally.client import Miss, StoreClient
+from kvtally.client import Miss
 from kvtally.client import link as link_module
 from kvtally.config import load
 from kvtally.core.keys import CHAIN_BYTES
 from kvtally.endpoint import endpoint
 from kvtally.errors import ConfigError
 from kvtally.processes import free_ports
+from kvtally.testing.copying import CopyingClient
 from kvtally.vllm.autostart import ensure_store
 from kvtally.wire.auth import proof
 from kvtally.wire.frames import encode
@@ -132,7 +133,7 @@ def test_a_store_stopped_in_the_middle_of_a_message(world: World) -> None:
     assert 0.2 <= time.monotonic() - begun < HANG_S
 
 
-def _silenced(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[FakeStore, StoreClient]:
+def _silenced(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[FakeStore, CopyingClient]:
     """A store that left a lookup without an answer for longer than it may."""
     monkeypatch.setattr(link_module, "SILENCE_NS", 50_000_000)
     monkeypatch.setattr(link_module, "SILENT_NS", int(HOUR_S * 1e9))
@@ -280,7 +281,7 @@ def test_descriptors_do_not_leak(world: World) -> None:
     opened = len(os.listdir("/proc/self/fd"))
     for protocol, count in ((PROTOCOL_VERSION, 2), (PROTOCOL_VERSION + 1, 2), (PROTOCOL_VERSION, 1)):
         store.protocol, store.descriptors_count = protocol, count
-        with StoreClient(world.path) as client:
+        with CopyingClient(world.path) as client:
             assert isinstance(client.ping().wait(), Miss)
         store.peers.get(timeout=HANG_S)
         os.close(store.liveness.get(timeout=HANG_S))
@@ -562,13 +563,13 @@ def test_tls_to_a_stranger_is_unreachable(world: World, certificate: tuple[str, 
 )
 def test_addresses_that_cannot_work(address: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        StoreClient(address)
+        CopyingClient(address)
     assert caught.value.code == "KV-102"
 
 
 def test_an_authority_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
-        StoreClient("tcp://127.0.0.1:7", ca_file=str(tmp_path / "ca.pem"))
+        CopyingClient("tcp://127.0.0.1:7", ca_file=str(tmp_path / "ca.pem"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")

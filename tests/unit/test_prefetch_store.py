@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvtally.client import Miss, StoreClient
+from kvtally.client import Miss
 from kvtally.core.keys import ROOT_CHAIN, chain_value
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace, canonical
 from kvtally.core.prefetch import Planner
@@ -22,6 +22,7 @@ from kvtally.store.context import TierInfo
 from kvtally.store.jobs import Outcome, ReadJob
 from kvtally.store.store import Store
 from kvtally.store.tiers.base import ObjectRecord
+from kvtally.testing.copying import CopyingClient
 from kvtally.vllm.boundaries import Boundaries, Extras
 from kvtally.vllm.counters import Counters
 from kvtally.vllm.lookup_policy import LookupPolicy
@@ -397,7 +398,7 @@ def store(tmp_path: Path) -> Iterator[Running]:
     bench = Bench(tmp_path)
     settings = {"disk": str(tmp_path / "disk"), "disk_bytes": 64 * MIB, "disk_read_bytes_s": 100_000_000}
     running = bench.start(**settings)
-    with StoreClient(bench.path, namespace=LARGE) as client:
+    with CopyingClient(bench.path, namespace=LARGE) as client:
         assert not isinstance(client.connect(), Miss)
         for prompt in range(PROMPTS):
             path = Boundaries(CHUNK, Extras())
@@ -412,7 +413,7 @@ def store(tmp_path: Path) -> Iterator[Running]:
 def test_a_thousand_requests_half_of_them_aborted(store: Running) -> None:
     """No lease, slot or lookup is left. The store asserts its budgets itself, in every step; a failed one ends it."""
     pick = random.Random(5)
-    lookups = LookupThread(lambda: StoreClient(store.server.config.socket, namespace=LARGE), LARGE)
+    lookups = LookupThread(lambda: CopyingClient(store.server.config.socket, namespace=LARGE), LARGE)
     lookups.start()
     policy = LookupPolicy(lookups, Counters(), wait_ms=int(HOUR_S * 1e3))
     live: list[TrackedRequest] = []
