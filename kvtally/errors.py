@@ -117,7 +117,7 @@ CODES: dict[str, str] = {
     "KV-702": "an instance failed, before or in the middle of its answer",
     "KV-703": "strict: reuse was promised and not proved",
     "KV-704": "strict: the client set what only the router may set",
-    "KV-705": "the request's body is too large, or not a JSON object",
+    "KV-705": "the request's body is too large, too slow, or not a JSON object",
     "KV-706": "no such path here, or the call needs the token",
     "KV-707": "the router has too many requests at once",
 }

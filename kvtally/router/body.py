@@ -206,7 +206,7 @@ def _starts(value: Raw, first: bytes) -> bool:
 
 def root_of(path: str, salt: str, fields: Fields) -> bytes:
     """Everything that two requests must have in common to share a beginning of their prompts."""
-    return b"\0".join([path.encode(), salt.encode(), *(memoryview(fields.get(name, _ABSENT)) for name in _ROOT_FIELDS)])
+    return b"\0".join([path.encode(), salt.encode(), *[fields.get(name, b"") for name in _ROOT_FIELDS]])
 
 
 def skip_of(kind: Kind, fields: Fields, *, has_one_reader: bool) -> Skip | None:

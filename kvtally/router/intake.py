@@ -99,9 +99,9 @@ class Intake:
         Large bodies are parsed in a thread, one after the other. Parsing 32 MiB holds Python's lock for up to 150 ms,
         in steps of a few ms. In one thread the event loop gets its turn after each step; several threads would make it
         wait for all of them."""
-        work = partial(bodies.understand, data, path=path, salt=salt, is_generating=is_generating)
         if len(data) <= LARGE_BYTES:
-            return work()
+            return bodies.understand(data, path=path, salt=salt, is_generating=is_generating)
+        work = partial(bodies.understand, data, path=path, salt=salt, is_generating=is_generating)
         return await asyncio.get_running_loop().run_in_executor(self._large, work)
 
     def let_go(self, body: Body) -> None:
@@ -117,12 +117,13 @@ class Intake:
     async def _read(self, request: web.BaseRequest, body: Body) -> bytes:
         if (request.content_length or 0) > self._max_body_bytes:
             raise self._too_large()
-        packed = _Packed(request.headers.get("Content-Encoding", "identity"))
+        encoding = request.headers.get("Content-Encoding")
         try:
-            if packed.is_plain and request.content.is_eof():  # all of it is here, as most bodies are
+            if encoding is None and request.content.is_eof():  # all of it is here, as most bodies are
                 data = await request.content.readany()
                 self._grow(body, len(data))
                 return data
+            packed = _Packed(encoding or "identity")
             self._arriving.add(body)
             if "Expect" in request.headers and request.version >= (1, 1):
                 await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -131,7 +132,7 @@ class Intake:
         except TimeoutError as error:
             if body.is_displaced:
                 raise self._full() from error
-            message = f"of the body {body.size_bytes} bytes came, and then too few in {BODY_S:g} s"
+            message = f"the body came too slowly: {body.size_bytes} bytes so far"
             raise RouteError(message, remedy="Send it without pauses.", status=408, code="KV-705") from error
         except (web.RequestPayloadError, zlib.error) as error:
             message = f"the body cannot be read: {error}"
@@ -191,7 +192,7 @@ class Intake:
         )
 
     def _full(self) -> RouteError:
-        message = f"there are {self.requests} requests, with {self._bodies_bytes} bytes of bodies, at once"
+        message = f"the router is full: {self.requests} requests, with {self._bodies_bytes} bytes of bodies"
         return RouteError(message, remedy="Try again soon.", status=503, code="KV-707")
 
 
@@ -205,7 +206,7 @@ class _Packed:
         self._inflate: zlib._Decompress | None = None
         if not self.is_plain and encoding not in ("gzip", "x-gzip", "deflate"):
             raise RouteError(
-                "the body's content encoding is not one that this router reads",
+                "the body is compressed in a way that this router does not read",
                 remedy="Send it plain, or as gzip or deflate.",
                 status=415,
                 code="KV-705",
