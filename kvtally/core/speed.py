@@ -6,8 +6,8 @@ Reads of several threads overlap, so one read alone says little: its time is sha
 where the tier ran out of work; its rate is the bytes of all of them over the time in which the tier was busy. A read
 that waited three seconds for a processor makes its own batch slow and no other.
 
-Owns the estimate and when it is worth measuring again. Neighbours: `prefetch` (plans by it), `store.weighing` (probes).
-No clock: times are arguments.
+Owns the estimate and when it is worth measuring again. Neighbours: `prefetch` (plans by it), `store.load_estimates`
+(probes). No clock: times are arguments.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     WAITING ──there is room──▶ GRANTED ──nothing more is on its way──▶ ANNOUNCED ──released, expired──▶ ENDED
        └───────────────────────────┴── given back, expired ──────────────────────────────────────────────▲
 
-`leases` owns it and moves it on; `staging` brings up what it awaits; `weighing` estimates what that costs. No I/O.
+`leases` owns it and moves it on; `staging` brings up what it awaits; `load_estimates` says how long that takes. No I/O.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtally.core.residency import Family, Node
-from kvtally.store.context import Alarm, Session
+from kvtally.store.alarms import Alarm
+from kvtally.store.context import Session
 from kvtally.wire.messages import Lookup
 
 Part = tuple[Node, int]  # one object: its node and its bit there

@@ -5,7 +5,7 @@
 
 Only a boundary whose objects are all in the arena is promised. A lease for which nothing is to be staged and that is
 wanted now is granted at once. Owns all leases; `lease` says which states one goes through. Neighbours: `lookups` (left:
-what was found), `staging` (right: brings up what is not in the arena), `weighing` (load or compute). No I/O.
+what was found), `staging` (right: brings up what is not in the arena), `load_estimates` (load or compute). No I/O.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvtally.core.residency import ARENA, Family, each_bit
 from kvtally.store.context import Context, Session
 from kvtally.store.jobs import Outcome, ReadJob
 from kvtally.store.lease import Lease, LeaseState, Need, Part
+from kvtally.store.load_estimates import LoadEstimates
+from kvtally.store.lookup_view import View, hit_of, longest_possible, needs_of, path_of, view_of
 from kvtally.store.lower import LowerTiers
-from kvtally.store.needs import View, hit_of, longest_possible, needs_of, path_of, view_of
 from kvtally.store.staging import Staging
-from kvtally.store.weighing import Weighing
 from kvtally.wire.frames import fits
 from kvtally.wire.messages import Done, Lookup, MissReason, Release, Slot, Slots, SlotsGet, Staged, Wanted
 from kvtally.wire.stats import Prefetched
@@ -45,7 +45,7 @@ class Leases:
         )
         self._is_room_new = False  # somebody who waits for room may fit now
         self.staging = Staging(context, self.planner, lower)
-        self._weighing = Weighing(context, self.planner, self.staging)
+        self._estimates = LoadEstimates(context, self.planner, self.staging)
 
     def advance(self, now_ns: int) -> None:
         """After every event: grant what there is room for, start what may be read, and keep to the budgets."""
@@ -175,7 +175,7 @@ class Leases:
 
     def _weigh(self, lease: Lease, now_ns: int) -> None:
         """Load or compute: leave what would take longer to load than to compute."""
-        hits = self._weighing.options(lease, now_ns) if lease.tokens_s else []
+        hits = self._estimates.options(lease, now_ns) if lease.tokens_s else []
         if not hits:
             return
         choice = worth_loading([option for _, option in hits], lease.tokens_s)
@@ -185,7 +185,7 @@ class Leases:
         lease.left_tokens = hits[-1][1].end_tokens - choice.end_tokens  # what is beyond cannot be read any more
         gone = MissReason.ABSENT if lease.family.is_forgotten else MissReason.STAGING_FAILED
         lease.reason = lease.reason or (MissReason.SLOW_TIER if lease.left_tokens else gone)
-        self._weighing.probe(lease, now_ns)
+        self._estimates.probe(lease, now_ns)
         self._aim(lease, next(hit for hit, option in hits if option.end_tokens == choice.end_tokens))
         kept = frozenset((node, bit) for _, node, mask in lease.needs for bit in each_bit(mask))
         self.staging.forget(lease, kept)

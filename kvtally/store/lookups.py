@@ -5,8 +5,8 @@
                  │ a tier that cannot enumerate: parked until it said what it holds
                  └ hold: a lease (`leases`)
 
-Neighbours: `core.hits` (the rule), `needs` (what a lookup sees), `leases` (right: what is promised), `store` (left: it
-says when something stopped being pending). No I/O.
+Neighbours: `core.hits` (the rule), `lookup_view` (what a lookup sees), `leases` (right: what is promised), `store`
+(left: it says when something stopped being pending). No I/O.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from operator import lt
 from kvtally.core.keys import CHAIN_BYTES, ObjectKey
 from kvtally.core.namespace import GroupKind
 from kvtally.core.residency import Family, Node
-from kvtally.store.context import Alarm, Context, Session
+from kvtally.store.alarms import Alarm
+from kvtally.store.context import Context, Session
 from kvtally.store.jobs import FindJob, Outcome
 from kvtally.store.lease import Lease
 from kvtally.store.leases import Leases
+from kvtally.store.lookup_view import View, bitmap, hit_of, longest_possible, view_of
 from kvtally.store.lower import LowerTiers
-from kvtally.store.needs import View, bitmap, hit_of, longest_possible, view_of
 from kvtally.wire.messages import Found, Lookup, MissReason, Slot
 
 FIND_NS = 200_000_000  # how long a lookup waits for tiers that must be asked, unless it allows more

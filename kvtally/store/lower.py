@@ -17,8 +17,9 @@ from functools import partial
 from kvtally.core.keys import ObjectKey
 from kvtally.core.residency import ChainConflict, Family, Node
 from kvtally.core.space import round_up
-from kvtally.store.context import FIRST_PAUSE_NS, Context, TierState
+from kvtally.store.context import Context
 from kvtally.store.jobs import Outcome, RemoveJob, WriteJob
+from kvtally.store.tier_state import FIRST_PAUSE_NS, TierState
 from kvtally.store.tiers.base import ObjectRecord
 
 MOST_ATTEMPTS = 5  # at a write for which a tier has no room; before each, twice as much is evicted as before the last

@@ -18,7 +18,8 @@ from functools import partial
 from kvtally.core.keys import CHAIN_BYTES
 from kvtally.core.residency import ChainConflict, Family, Node
 from kvtally.core.space import Piece, round_up
-from kvtally.store.context import Alarm, Context, Session
+from kvtally.store.alarms import Alarm
+from kvtally.store.context import Context, Session
 from kvtally.store.lower import LowerTiers
 from kvtally.wire.messages import PutBegin, PutEnd, PutEnded, PutObject, PutSlot, PutSlots, PutStatus
 

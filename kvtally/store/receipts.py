@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvtally.core.receipts import Receipt, ReceiptBook
-from kvtally.store.context import Alarm, Context, Session
+from kvtally.store.alarms import Alarm
+from kvtally.store.context import Context, Session
 from kvtally.wire.messages import Done, ReceiptFile, ReceiptGet, Receipts
 
 HALF_TEXT_BYTES = 1_024  # all the texts of a receipt's half: a thousand receipts must fit into one frame

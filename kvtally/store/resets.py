@@ -17,7 +17,8 @@ from functools import partial
 from typing import NamedTuple
 
 from kvtally.core.residency import Family
-from kvtally.store.context import Alarm, Context
+from kvtally.store.alarms import Alarm
+from kvtally.store.context import Context
 from kvtally.store.jobs import Outcome, RemoveJob
 from kvtally.store.lower import LowerTiers
 from kvtally.store.puts import Puts

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from kvtally.core.prefetch import Planner
 from kvtally.core.residency import Node
 from kvtally.core.space import Piece
-from kvtally.store.context import FIRST_PAUSE_NS, Context
+from kvtally.store.context import Context
 from kvtally.store.jobs import Outcome, ReadJob
 from kvtally.store.lease import Lease, Part
 from kvtally.store.lower import LowerTiers
+from kvtally.store.tier_state import FIRST_PAUSE_NS
 from kvtally.wire.messages import MissReason
 
 INTEGRITY_CODES = ("KV-401", "KV-402")

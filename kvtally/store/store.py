@@ -23,7 +23,7 @@ from kvtally.core.namespace import FORMAT_VERSION, Namespace, canonical, decode,
 from kvtally.core.residency import ARENA, Family, Residency, each_bit
 from kvtally.core.space import round_up
 from kvtally.errors import CapacityError
-from kvtally.store.context import Context, Session, TierInfo, TierState
+from kvtally.store.context import Context, Session
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, WriteJob
 from kvtally.store.leases import Leases
 from kvtally.store.lookups import Lookups
@@ -31,6 +31,7 @@ from kvtally.store.lower import LowerTiers
 from kvtally.store.puts import Puts
 from kvtally.store.receipts import ReceiptDesk
 from kvtally.store.resets import MOST_OF_CLIENT, ResetEnd, Resets
+from kvtally.store.tier_state import TierInfo, TierState
 from kvtally.store.tiers.base import ObjectRecord
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import (

@@ -28,10 +28,10 @@ from kvtally.core.keys import ObjectKey
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.core.space import Piece
 from kvtally.errors import KVTallyError
-from kvtally.store.context import TierInfo
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, RemoveJob, WriteJob
 from kvtally.store.mover import read_verified
 from kvtally.store.store import Store
+from kvtally.store.tier_state import TierInfo
 from kvtally.store.tiers.base import NoRoomError, Tier
 from kvtally.store.tiers.disk import DiskTier
 from kvtally.testing.sim_client import ALIGNMENT, CHUNK, Client

@@ -6,9 +6,9 @@
 The engine's thread only queues jobs and collects results. It queues a save only after the step's forward has returned
 without an error, so a step that died publishes nothing. Nor does a rank that failed alone: a hit needs every rank.
 
-Jobs are generators (`device`). Loads take turns (`core.turns`): the next one begins as soon as the copies of the one
-before are all queued. Saves run one after the other, when no load has anything to do or loads have had enough turns.
-Owns the rank's client and its view of engine memory.
+Jobs are generators (`device`). Loads take turns (`core.transfer_order`): the next one begins as soon as the copies of
+the one before are all queued. Saves run one after the other, when no load has anything to do or loads have had enough
+turns. Owns the rank's client and its view of engine memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvtally.client import Call, Miss, ReadSlot, StoreClient
 from kvtally.core.geometry import GroupLayout, chunk_block_range, needed_blocks, object_length, validate
-from kvtally.core.turns import Turns
+from kvtally.core.transfer_order import TransferOrder
 from kvtally.device import Checksums, Device, Move, Steps, cpu
 from kvtally.vllm.layout import EngineLayout
 from kvtally.vllm.step_jobs import LoadJob, LoadReport, SaveItem, SaveJob, StepJobs
@@ -97,7 +97,7 @@ class WorkerHalf:
         self._memory: object = None
         self._device: Device[Any, Any] = cpu
         self._jobs: queue.SimpleQueue[tuple[LoadJob | SaveJob, Any] | None] = queue.SimpleQueue()
-        self._loads: Turns[Job] = Turns()
+        self._loads: TransferOrder[Job] = TransferOrder()
         self._saves: deque[Job] = deque()
         self._load_turns = 0
         self._pause_s = 0.0

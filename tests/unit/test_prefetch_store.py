@@ -18,9 +18,9 @@ from kvtally.client import Miss
 from kvtally.core.keys import ROOT_CHAIN, chain_value
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace, canonical
 from kvtally.core.prefetch import Planner
-from kvtally.store.context import TierInfo
 from kvtally.store.jobs import Outcome, ReadJob
 from kvtally.store.store import Store
+from kvtally.store.tier_state import TierInfo
 from kvtally.store.tiers.base import ObjectRecord
 from kvtally.testing.copying import CopyingClient
 from kvtally.vllm.boundaries import Boundaries, Extras

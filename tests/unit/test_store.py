@@ -9,10 +9,10 @@ from msgspec import structs
 from kvtally.core.keys import ROOT_CHAIN, chain_values, chunk_ends, token_bytes
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace, canonical
 from kvtally.core.receipts import Half, Role
-from kvtally.store.context import TierInfo
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, RemoveJob, WriteJob
 from kvtally.store.lower import MOST_FAILURES
 from kvtally.store.store import Store
+from kvtally.store.tier_state import TierInfo
 from kvtally.store.tiers.base import ObjectRecord
 from kvtally.wire.frames import encode
 from kvtally.wire.limits import Limits

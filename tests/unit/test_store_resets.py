@@ -12,8 +12,8 @@ from kvtally.core.keys import ROOT_CHAIN, ObjectKey
 from kvtally.core.residency import each_bit
 from kvtally.errors import KVTallyError, TierError
 from kvtally.store import resets
-from kvtally.store.context import TierInfo
 from kvtally.store.jobs import Job, Outcome, RemoveJob, WriteJob
+from kvtally.store.tier_state import TierInfo
 from kvtally.store.tiers.base import NoRoomError
 from kvtally.store.tiers.disk import DiskTier
 from kvtally.store.tiers.journal import compact_key

@@ -11,9 +11,9 @@ import pytest
 from kvtally.core.keys import ROOT_CHAIN
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.errors import KVTallyError
-from kvtally.store.context import TierInfo
 from kvtally.store.jobs import Job, Outcome, ReadJob, RemoveJob, WriteJob
 from kvtally.store.lower import MOST_ATTEMPTS
+from kvtally.store.tier_state import TierInfo
 from kvtally.store.tiers.base import NoRoomError, ObjectRecord
 from kvtally.store.tiers.disk import DiskTier
 from kvtally.testing.tiers import MemoryDevice

@@ -13,7 +13,7 @@ from kvtally.core.prefetch import Option, Planner
 from kvtally.core.residency import ARENA, Node, each_bit
 from kvtally.store.context import Context
 from kvtally.store.lease import Lease, Part
-from kvtally.store.needs import hit_of, needs_of, path_of
+from kvtally.store.lookup_view import hit_of, needs_of, path_of
 from kvtally.store.staging import Staging
 
 MOST_OPTIONS = 32  # boundaries that are weighed against computing
@@ -28,7 +28,7 @@ class Costs:
     backlogs: dict[int, int] = field(default_factory=dict)  # by tier; a walk over everything that waits
 
 
-class Weighing:
+class LoadEstimates:
     def __init__(self, context: Context, planner: Planner[Part], staging: Staging) -> None:
         self._context = context
         self._residency = context.residency

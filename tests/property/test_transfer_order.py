@@ -1,4 +1,4 @@
-"""Turns: nobody starves, short ones are not held up, and equals go one after the other."""
+"""The order of transfers: nobody starves, short ones are not held up, and equals go one after the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import cycle, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtally.core.turns import Turns
+from kvtally.core.transfer_order import TransferOrder
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=8)
 
@@ -19,7 +19,7 @@ class Job:
 
 def play(jobs: list[Job], arrivals: dict[int, Job] | None = None) -> list[Job]:
     """A turn at a time, until all are done; who had each."""
-    turns: Turns[Job] = Turns()
+    turns: TransferOrder[Job] = TransferOrder()
     for job in jobs:
         turns.add(job, job.left)
     had: list[Job] = []
@@ -68,7 +68,7 @@ def test_a_short_one_that_comes_late_waits_for_one_turn_at_most_between_its_own(
 
 
 def test_those_behind_are_named_too() -> None:
-    turns: Turns[str] = Turns()
+    turns: TransferOrder[str] = TransferOrder()
     for job, size in (("long", 9), ("longer", 10), ("short", 1), ("middle", 5)):
         turns.add(job, size)
     assert turns.order() == ["long", "longer"]
@@ -80,7 +80,7 @@ def test_those_behind_are_named_too() -> None:
 
 @given(st.lists(st.one_of(st.integers(1, 9), st.just(None)), min_size=1, max_size=30))
 def test_who_was_named_is_named_until_removed_and_few_are_new(happenings: list[int | None]) -> None:
-    turns: Turns[Job] = Turns()
+    turns: TransferOrder[Job] = TransferOrder()
     named: list[Job] = []
     for size in happenings:
         if size is not None:

@@ -1,4 +1,4 @@
-"""Turns: in which order several transfers get at a bus that carries one thing at a time.
+"""The order in which several transfers use a bus that carries one thing at a time.
 
 The oldest and the shortest come first, in turn. So one after the other is done, where shares for all would let every
 one of them end as late as the last; a short one does not wait for long ones before it, and a long one gets at least
@@ -23,7 +23,7 @@ class _Entry(Generic[J]):
     is_named: bool = False
 
 
-class Turns(Generic[J]):
+class TransferOrder(Generic[J]):
     """Jobs by age, each with its size. A job is known by identity."""
 
     def __init__(self) -> None:
