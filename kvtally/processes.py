@@ -9,15 +9,14 @@ shuts down, and kills its own process group if that takes too long: it may have 
 process group, so Ctrl-C in the terminal is the parent's to handle, and `kill` reaches everything.
 
 Every wait has a deadline; an error carries the end of the log. Threading: none in the parent; in a Worker one thread
-reads stdin. `up.supervise` restarts processes for days, from
-an event loop and through a guard; that is a different job and stays there.
+watches stdin. `up.supervise` restarts processes for days, from an event loop and through a guard; that is a different
+job and stays there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import random
 import select
 import shutil
@@ -145,7 +144,7 @@ class Child(Process):
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                start_new_session=True,
+                process_group=0,  # not a session of its own: the scheduler would treat it as a rival of the bench
             )
         super().__init__(self._process.pid, os.pidfd_open(self._process.pid), log, name=name, remedy=remedy)
 
@@ -234,7 +233,7 @@ class Worker(Process):
                 stdout=subprocess.PIPE,
                 stderr=file,
                 bufsize=0,
-                start_new_session=True,
+                process_group=0,  # not a session of its own: the scheduler would treat it as a rival of the bench
             )
         super().__init__(self._process.pid, os.pidfd_open(self._process.pid), log, name=name, remedy=remedy)
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -281,11 +280,10 @@ class Wire:
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self._out = os.fdopen(os.dup(1), "wb", buffering=0)
         os.dup2(2, 1)
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        watch_stdin(self._lines.put, grace_s)
+        watch_stdin(grace_s)
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(self._lines.get, b"")
+        return iter(sys.stdin.buffer.readline, b"")
 
     def answer(self, result: object) -> None:
         self._write(Reply(msgspec.Raw(msgspec.json.encode(result))))
@@ -308,14 +306,15 @@ def serve(handle: Callable[[bytes], object]) -> None:
             wire.fail(error)
 
 
-def watch_stdin(tell: Callable[[bytes], object], grace_s: float) -> None:
-    """From a thread of its own, `tell` each line of stdin, and an empty one when it has ended. Then this process has
-    `grace_s` left before its whole group is killed."""
+def watch_stdin(grace_s: float, then: Callable[[], object] = lambda: None) -> None:
+    """When the other end of stdin is closed, do `then`, and kill the whole process group after `grace_s`. The thread
+    that watches reads nothing and is asleep until then: it must not disturb what is being timed."""
 
     def watch() -> None:
-        while line := sys.stdin.buffer.readline():
-            tell(line)
-        tell(b"")
+        poller = select.poll()
+        poller.register(0, 0)  # only its end
+        poller.poll()
+        then()
         time.sleep(grace_s)
         os.killpg(0, signal.SIGKILL)
 

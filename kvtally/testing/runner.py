@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
 
 def _guard(command: list[str], grace_s: float) -> int:
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
-    watch_stdin(lambda line: child.terminate(), grace_s)
+    watch_stdin(grace_s, child.terminate)
     return child.wait()
 
 
@@ -79,7 +79,7 @@ def _serve(flags: list[str], grace_s: float) -> int:
     """Do what `python -m` would do with vLLM's server."""
     os.dup2(2, 1)
     stop = partial(os.kill, os.getpid(), signal.SIGTERM)
-    watch_stdin(lambda line: stop(), grace_s)
+    watch_stdin(grace_s, stop)
     sys.argv = [SERVER, *flags]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # about the nursery having imported it
