@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvtally.client import StoreClient, link
-from kvtally.router import app, receipts, upstream
+from kvtally.router import app, intake, receipts, upstream
 from kvtally.store.server import StoreServer
 from tests.unit.shell import Bench
 from tests.waiting import HANG_S, Clock
@@ -39,6 +39,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receipts, "ANSWER_SLACK_S", HANG_S)
     monkeypatch.setattr(upstream, "CONNECT_S", HANG_S)
     monkeypatch.setattr(app, "FIRST_TRY_S", HANG_S)
+    monkeypatch.setattr(intake, "BODY_S", HANG_S)
 
 
 @pytest.fixture

@@ -54,7 +54,6 @@ SAME_SIGNAL_S = 0.5  # a service manager and `kvtally up` may both send the firs
 FIRST_TRY_S = 1.0  # how long the start waits for the stores to answer
 BACKLOG = 1_024
 KEEP_ALIVE_S = 75.0
-LINGER_S = 2.0  # a refused client may go on sending for so long, or it would never read why it was refused
 OPEN_FILES = 65_536  # a stream takes two: one for the client, one for the engine
 GARBAGE = (20_000, 20, 20)  # for `gc.set_threshold`
 MOST_RECEIPTS, DEFAULT_RECEIPTS = 1_000, 100
@@ -103,7 +102,6 @@ class Router:
             access_log=None,
             logger=_http_logger(),
             keepalive_timeout=KEEP_ALIVE_S,
-            lingering_time=LINGER_S,
             auto_decompress=False,  # aiohttp would unpack even what the intake has refused
         )
 

@@ -158,7 +158,6 @@ class TestBodies:
 
     def test_a_body_in_two_parts_is_as_good_as_any(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(intake, "MOST_BODIES_BYTES", 40 * 1000)
-        monkeypatch.setattr(intake, "BODY_S", HANG_S)
         may_go_on = asyncio.Event()
 
         async def halves() -> AsyncIterator[bytes]:
