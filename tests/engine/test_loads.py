@@ -77,14 +77,17 @@ class Scene:
         self.worker.load([LoadJob("r", lease.share(), ENDS, ENDS[-1], have, [TABLE])])
 
     def end(self) -> Any:
-        deadline = time.monotonic() + HANG_S
-        while time.monotonic() < deadline:
-            results = self.worker.collect(0.05)
-            if results.finished:
-                assert results.finished == {"r"}
-                assert (results.failed == {"r"}) == bool(results.loads["r"].reason)
-                return results.loads["r"]
-        raise AssertionError("a load did not end")
+        collected: list[Any] = []
+
+        def has_ended() -> bool:
+            collected.append(self.worker.collect(0.05))
+            return bool(collected[-1].finished)
+
+        eventually(has_ended, "the load ended")
+        results = collected[-1]
+        assert results.finished == {"r"}
+        assert (results.failed == {"r"}) == bool(results.loads["r"].reason)
+        return results.loads["r"]
 
     @property
     def landed(self) -> Any:
@@ -186,12 +189,13 @@ def test_steps_without_a_pause_between_them_do_not_keep_copies_waiting(
     monkeypatch.setattr("kvtally.vllm.worker.QUIET_S", 0.05)
     monkeypatch.setattr("kvtally.vllm.worker.SAMPLING_S", 0.05)
     scene.begin(scene.lease())
-    deadline = time.monotonic() + HANG_S
-    while scene.landed.tobytes() != scene.content.tobytes():
-        assert time.monotonic() < deadline
+
+    def has_landed() -> bool:
         scene.worker.prepare()
         scene.worker.collect()
-        time.sleep(0.001)
+        return bool(scene.landed.tobytes() == scene.content.tobytes())
+
+    eventually(has_landed)
 
 
 def test_an_idle_engine_goes_on_when_its_load_is_under_way(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

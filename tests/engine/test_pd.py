@@ -25,7 +25,7 @@ from kvtally.verify.judge import Observation, Outcome, Report, Turn
 from kvtally.verify.probes import Shape, shapes
 from kvtally.verify.reasons import REASONS
 from kvtally.verify.run import verify
-from tests.waiting import HANG_S
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.engine
 
@@ -235,14 +235,10 @@ def test_an_engines_own_error_reaches_the_client_as_it_is(up: Deployment) -> Non
 
 def test_nothing_is_left_leased(up: Deployment) -> None:
     with up.store() as client:
-        deadline = time.monotonic() + HANG_S
-        while True:
-            stats = client.stats().wait()
-            leases = stats.stats["leases"]["open"]  # type: ignore[union-attr,index,call-overload]
-            if leases == 0:
-                break
-            assert time.monotonic() < deadline, f"{leases} leases are open"
-            time.sleep(0.2)
+        eventually(
+            lambda: client.stats().wait().stats["leases"]["open"] == 0,  # type: ignore[union-attr,index,call-overload]
+            "no lease was open",
+        )
 
 
 def test_of_short_questions_behind_one_long_text_decode_computes_the_question_at_most(
