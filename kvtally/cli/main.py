@@ -129,7 +129,9 @@ app.command(epilog="Example: kvtally up examples/pd.yaml · to run the parts you
     up.up
 )
 app.command(epilog="Example: kvtally verify http://127.0.0.1:8080")(verify.verify)
-app.command(epilog="Example: kvtally doctor prefill.sh decode.sh · kvtally doctor modelbooster.yaml")(doctor.doctor)
+app.command(
+    epilog="Example: kvtally doctor prefill.sh decode.sh · kvtally doctor http://router:8080 --prefill … --decode …"
+)(doctor.doctor)
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 config_app.command("show", epilog="Example: KVTALLY_STORE__MEMORY=8GiB kvtally config show")(settings.show)

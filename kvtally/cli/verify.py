@@ -55,7 +55,7 @@ def verify(
     from kvtally.verify.judge import Outcome
     from kvtally.verify.run import verify as run
 
-    key = _read_key(key_file)
+    key = read_key(key_file)
 
     def connect(address: str) -> Server:
         base = address.rstrip("/").removesuffix("/v1")  # OpenAI's clients are given it with /v1
@@ -80,7 +80,7 @@ def verify(
     raise typer.Exit(list(Outcome).index(report.outcome))
 
 
-def _read_key(path: Path | None) -> str:
+def read_key(path: Path | None) -> str:
     if path is None:
         return ""
     key = read_text(path, "the key file").strip()

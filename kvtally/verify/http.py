@@ -1,4 +1,4 @@
-"""Plain HTTP for `kvtally verify`: one request at a time, each with a deadline, never through a proxy.
+"""Plain HTTP for `verify` and `doctor`: one request at a time, each with a deadline, never through a proxy.
 
 A failure on the way is a `TransportError`. A response with an error status is a response. Blocking.
 """
@@ -6,6 +6,7 @@ A failure on the way is a `TransportError`. A response with an error status is a
 from __future__ import annotations
 
 import http.client
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ import msgspec
 from kvtally.errors import TransportError
 
 MOST_BYTES = 64 << 20
+MOST_LINE = 1 << 20
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -33,6 +35,29 @@ class Server:
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._timeout_s = timeout_s
 
+    def stream(self, path: str, body: Mapping[str, object]) -> tuple[Response, float]:
+        """POST of a body; the whole answer, and after how many seconds its first event came."""
+        started_s = time.monotonic()
+        first_s = 0.0
+        content = bytearray()
+        try:
+            request = urllib.request.Request(self.url + path, msgspec.json.encode(body), self._headers)
+            with _opener.open(request, timeout=self._timeout_s) as response:
+                while (line := response.readline(MOST_LINE)) and len(content) <= MOST_BYTES:
+                    content += line
+                    waited_s = time.monotonic() - started_s
+                    if not first_s and line.strip():
+                        first_s = waited_s
+                    if waited_s > self._timeout_s:
+                        raise TimeoutError(f"it was not over after {self._timeout_s:g} s")
+                headers = {name.lower(): value for name, value in response.headers.items()}
+                return Response(response.status, headers, bytes(content)), first_s
+        except urllib.error.HTTPError as error:
+            with error:
+                return _response(error.code, error), time.monotonic() - started_s
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise self._unanswered(path, error) from error
+
     def call(self, path: str, body: Mapping[str, object] | None = None) -> Response:
         """GET, or POST if there is a body. Raises TransportError if no complete response arrives."""
         content = msgspec.json.encode(body) if body is not None else None
@@ -44,11 +69,14 @@ class Server:
             with error:
                 return _response(error.code, error)
         except (OSError, ValueError, http.client.HTTPException) as error:
-            what = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise TransportError(
-                f"{self.url}{path} did not answer: {what or type(error).__name__}",
-                remedy="Check the address, http://HOST:PORT, and that it can be reached from here.",
-            ) from error
+            raise self._unanswered(path, error) from error
+
+    def _unanswered(self, path: str, error: Exception) -> TransportError:
+        what = error.reason if isinstance(error, urllib.error.URLError) else error
+        return TransportError(
+            f"{self.url}{path} did not answer: {what or type(error).__name__}",
+            remedy="Check the address, http://HOST:PORT, and that it can be reached from here.",
+        )
 
 
 def _response(status: int, response: http.client.HTTPResponse | urllib.error.HTTPError) -> Response:

@@ -111,12 +111,22 @@ def read_answer(server: Server, response: Response) -> Answer:
         for choice in decode(server, response._replace(body=event), _Completion).choices:
             text += choice.text
             found = choice.logprobs or _Logprobs()
-            tokens += [int(token.removeprefix("token_id:")) for token in found.tokens]
+            tokens += [_token(server, token) for token in found.tokens]
             logprobs += [value if value is not None else 0.0 for value in found.token_logprobs]
             margins += [_margin(top or {}) for top in found.top_logprobs]
     if not len(tokens) == len(logprobs) == len(margins) > 0:
         raise TransportError("the answer has no logprobs", remedy="Start the engines with --max-logprobs 2 or more.")
     return Answer(tokens=tokens, logprobs=logprobs, margins=margins, text=text)
+
+
+def _token(server: Server, name: str) -> int:
+    number = name.removeprefix("token_id:")
+    if not (number.isascii() and number.isdecimal()):
+        raise TransportError(
+            f"{server.url} names tokens by their text, not by their number",
+            remedy="Let return_tokens_as_token_ids pass.",
+        )
+    return int(number)
 
 
 def _margin(top: Mapping[str, float]) -> float:

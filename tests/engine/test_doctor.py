@@ -1,0 +1,74 @@
+"""`kvtally doctor URL` on real vLLM servers: two engines that share a store, healthy and broken.
+
+What doctor says of a healthy deployment must be what the engines did, and of a broken one its first cause the true one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvtally.doctor.live import Limits, examine
+from kvtally.doctor.verdict import Diagnosis, Outcome
+from kvtally.testing.deployment import Deployment
+from kvtally.testing.models import DENSE, Model, Recipe
+from kvtally.verify.http import Server
+
+pytestmark = pytest.mark.engine
+
+REQUEST_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def up(tiny_model: Callable[[Recipe, int], Model], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    deployment = Deployment(tiny_model(DENSE, 0), tmp_path_factory.mktemp("doctor"))
+    try:
+        deployment.wait_ready()
+        yield deployment
+    finally:
+        deployment.close()
+
+
+def connect(url: str) -> Server:
+    return Server(url, timeout_s=REQUEST_S)
+
+
+def examined(router: str, up: Deployment, *, named: bool = True) -> Diagnosis:
+    engines = ([connect(up.prefill)], [connect(up.decode)]) if named else ([], [])
+    return examine(connect(router), *engines, seed=os.getpid(), limits=Limits(), connect=connect)
+
+
+def test_a_healthy_deployment_is_real(up: Deployment) -> None:
+    found = examined(up.router, up)
+    assert found.outcome is Outcome.REAL, found
+    assert all(seen.reused_tokens == seen.prompt_tokens - 1 for seen in found.seen), found.seen
+    assert all(seen.is_compared and not seen.comparison.problem for seen in found.seen), found.seen
+    assert 0 < found.requests <= 60
+
+
+def test_a_kvtally_router_names_its_engines(up: Deployment) -> None:
+    found = examined(up.router, up, named=False)
+    assert found.outcome is Outcome.REAL, found
+    assert [engine.role for engine in found.engines] == ["prefill", "decode"]
+
+
+def test_a_router_that_never_asks_prefill(up: Deployment) -> None:
+    """Decode itself stands for one."""
+    found = examined(up.decode, up)
+    assert found.outcome is Outcome.NONE, found
+    assert found.causes[0].what == "the router never asked prefill"
+
+
+def test_a_cache_that_does_not_answer(up: Deployment) -> None:
+    """Last, since what is left of it may slow the next request down."""
+    store = up.pid_of("store")
+    os.kill(store, signal.SIGSTOP)
+    try:
+        found = examined(up.router, up)
+    finally:
+        os.kill(store, signal.SIGCONT)
+    assert found.outcome is Outcome.NONE, found
+    assert found.causes[0].what.startswith("decode looked and found nothing"), found.causes
