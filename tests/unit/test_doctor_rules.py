@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from kvtally.doctor.readers import assemble, read
 from kvtally.doctor.rules import RULES, Finding, Level, Options, judge
 
 DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
+PACKAGE = Path(__file__).parents[2] / "kvtally" / "doctor"
 NIXL = "NixlConnector"
 LMCACHE = "LMCacheConnectorV1"
 REDIS = {"LMCACHE_REMOTE_URL": "redis://cache:6379", "PYTHONHASHSEED": "0"}
@@ -412,6 +414,24 @@ def test_a_rule_says_why_what_to_do_and_how_it_is_known() -> None:
         assert rule.why.endswith("."), rule.name
         assert rule.remedy, rule.name
         assert rule.source, rule.name
+
+
+@pytest.mark.parametrize("name", ["engines", "facts", "model", "readers", "rules", "shell", "tree", "verdict"])
+def test_what_reads_and_judges_touches_nothing(name: str) -> None:
+    """Only `examine` opens files, and only `live` asks servers and knows the time."""
+    imported = {
+        module
+        for node in ast.walk(ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8")))
+        for module in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert imported.isdisjoint({"os", "io", "pathlib", "socket", "subprocess", "sys", "time", "random", "shutil"})
+    assert not any(module.startswith(("urllib", "http", "asyncio", "threading")) for module in imported)
 
 
 def test_a_value_that_is_filled_in_later_is_not_judged() -> None:
