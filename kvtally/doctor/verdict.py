@@ -181,7 +181,7 @@ def _summary(outcome: Outcome, long: Sequence[Seen], seen: Sequence[Seen], cause
     witnessed = [each for each in seen if each.is_witnessed]
     asked = sum(each.prompt_tokens for each in witnessed)
     reused = sum(each.reused_tokens for each in witnessed)
-    share = f"{reused:,} of {asked:,} prompt tokens ({reused / asked:.0%})" if asked else "nothing"
+    share = f"{reused:,} of {asked:,} prompt tokens ({reused / asked:.1%})" if asked else "nothing"
     why = f": {causes[0].what}" if causes else ""
     return {
         Outcome.REAL: f"Reuse is real: decode took over {share} instead of computing them again.",
