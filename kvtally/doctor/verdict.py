@@ -148,8 +148,8 @@ def conclude(seen: Sequence[Seen], engines: Sequence[Engine], handovers: Sequenc
 
 
 def needs_experiment(seen: Sequence[Seen]) -> bool:
-    """Whether it is worth handing a prompt over without the router, to learn who is to blame."""
-    return _outcome([each for each in seen if each.is_long], seen) in (Outcome.NONE, Outcome.PARTIAL)
+    """Whether it is worth handing a prompt over without the router: prefill did its part, and nothing came of it."""
+    return any(each.is_long and each.prefill.total_tokens and not _is_handed_over(each) for each in seen)
 
 
 def _outcome(long: Sequence[Seen], seen: Sequence[Seen]) -> Outcome:
