@@ -96,15 +96,15 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reason(self) -> str:
-        """Why less than everything was reused, as the party says that is nearer to the cause: a prefill that saved
-        nothing knows why, and otherwise decode does. Empty where nobody says."""
+        """Why less than everything was reused. If prefill saved nothing, prefill knows why; otherwise decode does.
+        Empty if neither says."""
         if self.prefill is not None and self.prefill.saved_tokens == 0 and self.prefill.reason:
             return self.prefill.reason
         return self.decode.reason if self.decode is not None else ""
 
 
 class ReceiptBook:
-    """Receipts by ticket: at most `capacity` of them, each for `lifetime_ns` after its last half was filed."""
+    """Receipts by ticket. Keeps at most `capacity`, each for `lifetime_ns` after its last half was filed."""
 
     def __init__(self, *, capacity: int, lifetime_ns: int) -> None:
         self._capacity = capacity
@@ -115,7 +115,7 @@ class ReceiptBook:
         return len(self._entries)
 
     def file(self, ticket: str, half: Half, now_ns: int) -> Receipt:
-        """Add one half; a second filing of the same half replaces the first (a retried request reports again)."""
+        """Add one half. If the same half is filed again, the new one replaces it: a retried request reports again."""
         self._expire(now_ns)
         _, known = self._entries.pop(ticket, (0, Receipt(ticket=ticket)))
         if half.role is Role.PREFILL:

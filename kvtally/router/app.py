@@ -165,7 +165,7 @@ class Router:
         return _json(record.tree())
 
     async def _receipts(self, request: web.BaseRequest) -> web.Response:
-        """The last ones, of all clients: for whoever knows the token, or is on this machine where there is none."""
+        """The last receipts of all clients. Needs the token; without one, the client must be on this machine."""
         if self._config.token or not is_loopback(request.remote or ""):
             refusal = self._refusal(request, "this router has no token, so it lists receipts only on its own machine")
             if refusal is not None:
@@ -191,7 +191,7 @@ class Router:
         request: web.BaseRequest,
         without_token: str = "this router has no token, so nothing can be changed over HTTP",
     ) -> web.Response | None:
-        """None for whoever knows the token."""
+        """None if the request carries the token."""
         if not self._config.token:
             return _refused(403, without_token, "Start it with --token-file FILE.")
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
@@ -280,7 +280,7 @@ async def _serve(config: RouterConfig, on_ready: Callable[[], None]) -> None:
 
 
 async def _watch(fleet: Fleet, readers: dict[str, ReceiptReader], session: aiohttp.ClientSession, proxy: Proxy) -> None:
-    """Everything that goes on beside requests, until cancelled."""
+    """Run everything that goes on besides requests, until cancelled."""
     async with asyncio.TaskGroup() as group:
         group.create_task(fleet.sweep())
         for reader in readers.values():

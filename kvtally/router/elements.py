@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from kvtally.errors import RouteError
 
-FEW = 1_024  # commas: a text with no more of them cannot hold enough elements to matter, so nobody counts them
+FEW = 1_024  # a text with no more commas than this cannot hold enough elements to matter
 MOST_MEMBERS = 1_024  # of the outermost object
 MOST_ELEMENTS = 1 << 21  # of all lists and objects together: prompts of two million token ids
 MOST_MARKS = 1 << 18  # brackets, braces and colons: a hundred thousand messages

@@ -112,5 +112,5 @@ class Exchange:
 
 
 def new_ticket() -> str:
-    """A name that nobody can guess: whoever knows a ticket may read its receipt."""
+    """A name that nobody can guess, because anyone who knows a ticket may read its receipt."""
     return secrets.token_hex(16)

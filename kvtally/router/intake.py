@@ -84,9 +84,9 @@ class Intake:
         return Body()
 
     async def take(self, request: web.BaseRequest, body: Body) -> bytes | None:
-        """The whole body, or None where there is none.
+        """Read the whole body. None if the request has none.
 
-        Raises RouteError where the body is too large, too slow or damaged, and where there is no room for it."""
+        Raises RouteError if the body is too large, too slow or damaged, or if there is no room for it."""
         data = await self._read(request, body) if request.body_exists else None
         self.gone(request.protocol)
         if self.requests - len(self._arriving) > MOST_REQUESTS:
@@ -94,7 +94,7 @@ class Intake:
         return data
 
     async def understand(self, data: bytes, *, path: str, salt: str, is_generating: bool) -> Understood:
-        """Take a body apart. Raises RouteError where it is not what it should be.
+        """Take a body apart. Raises RouteError for a bad one.
 
         Large bodies are parsed in a thread, one after the other. Parsing 32 MiB holds Python's lock for up to 150 ms,
         in steps of a few ms. In one thread the event loop gets its turn after each step; several threads would make it
@@ -162,7 +162,7 @@ class Intake:
         return first + data if data else first
 
     def _grow(self, body: Body, size_bytes: int) -> None:
-        """So many bytes more have come. Raises RouteError where they are too many, or find no room."""
+        """Count bytes that have come. Raises RouteError if the body is too large now, or if there is no room for it."""
         self._resize(body, body.size_bytes + size_bytes)
         if body.size_bytes > self._max_body_bytes:
             raise self._too_large()
@@ -170,7 +170,7 @@ class Intake:
             self._make_room(body)
 
     def _make_room(self, body: Body) -> None:
-        """The largest body that is still arriving makes way. Raises RouteError KV-707 where that is this one."""
+        """Make the largest body that is still arriving give way. Raises RouteError KV-707 if that is this one."""
         largest = max(self._arriving, key=lambda other: other.size_bytes, default=body)
         if largest.size_bytes <= body.size_bytes or largest.deadline is None:
             raise self._full()

@@ -34,7 +34,7 @@ HIGH_WATER_BYTES = 256 * 1024  # with more than this unread, the router stops re
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [^\r\n]*)?")
 _SIZE = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?")
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_CONTROL = re.compile(rb"[\r\n\0]")  # whoever reads the header next could take the rest for another header
+_CONTROL = re.compile(rb"[\r\n\0]")  # the next reader of the header could take the rest of it for another header
 _END = b"\r\n\r\n"
 
 

@@ -4,7 +4,7 @@
 
 Owns the records that pass between a flavour and the router. A flavour has no state and does no I/O. The one flavour
 that must ask something beforehand does so through the `Ask` that it is given. The legs always follow one another, even
-where an engine would allow both at once: what that would save is little beside what a failed hand-off costs.
+where an engine would allow both at once: that would save little, and a failed hand-off costs much.
 """
 
 from __future__ import annotations
