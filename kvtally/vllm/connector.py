@@ -69,7 +69,6 @@ RESET_S = 5.0  # how long a reset of the cache may stop the engine
 # An engine with nothing to compute steps in a tight loop until its transfers are done, and so keeps the interpreter
 # from the thread that does them. In each of those steps it waits for that thread, for at most this long.
 IDLE_WAIT_S = 0.005
-FINISH_S = 5.0  # how long the last request of an in-process engine may wait for saves
 
 # The worker halves of this process, by the id of their engine.
 workers: WeakValueDictionary[str, WorkerHalf] = WeakValueDictionary()
@@ -263,18 +262,17 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         answer = self._scheduler.finished(request, block_ids) if self._scheduler is not None else None
-        self._finish_saves()
+        self._rest()
         return False, answer.params() if answer is not None else None
 
     @edge(lambda: None)
-    def _finish_saves(self) -> None:
-        """An in-process engine is not stepped once its last request is answered. So nobody would carry out the last
-        saves, or learn that the others are done: they are waited for here, before `generate()` returns."""
+    def _rest(self) -> None:
+        """An in-process engine is not stepped once its last request is answered. So its last saves are handed to the
+        worker here, and no blocks are held while it rests: `reset_prefix_cache()` works right after `generate()`."""
         if self._neighbour is None or self._scheduler is None or self._scheduler.has_requests:
             return
         self._neighbour.save(self._scheduler.saves.take_late())
-        done = self._neighbour.finish_saves(FINISH_S)
-        self._scheduler.update_saves(WorkerReport(saved=done.saved, stored=done.stored, lost=done.lost))
+        self._scheduler.saves.rest()
 
     @edge(lambda: False)
     def has_pending_push_work(self) -> bool:
@@ -395,7 +393,12 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
 
     @edge(lambda: False)
     def reset_cache(self) -> bool | None:
-        return self._scheduler.reset(RESET_S) if self._scheduler is not None else True
+        if self._scheduler is None:
+            return True
+        if self._neighbour is not None:  # what follows may take the memory away that saves still read
+            done = self._neighbour.finish_saves(RESET_S)
+            self._scheduler.update_saves(WorkerReport(saved=done.saved, stored=done.stored, lost=done.lost))
+        return self._scheduler.reset(RESET_S)
 
     @edge(lambda: None)
     def shutdown(self) -> None:

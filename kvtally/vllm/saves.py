@@ -59,6 +59,7 @@ class Saves:
         self._pool: BlockPool | None = None
         self._held: dict[int, Held] = {}  # by save job
         self._held_blocks = 0
+        self._is_resting = False  # see `rest`
         self._late: list[SaveJob] = []  # of finished requests, for the next step
         self._last_job = 0
         self._attention = [g for g, spec in enumerate(layout.groups) if spec.kind is not GroupKind.RECURRENT]
@@ -300,8 +301,28 @@ class Saves:
         for job in jobs:
             blocks = self._held.pop(job).blocks
             self._held_blocks -= len(blocks)
-            if self._pool is not None:  # the last tokens' first, as vLLM does it: a prompt is reused from its beginning
-                self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
+            if not self._is_resting:
+                self._free(blocks)
+
+    def _free(self, blocks: Sequence[int]) -> None:
+        """The last tokens' first, as vLLM does it: a prompt is reused from its beginning."""
+        if self._pool is not None:
+            self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
+
+    def rest(self) -> None:
+        """No request is left, and nobody steps the engine until the next one arrives: nothing can take a block until
+        then. So none needs to be held, and vLLM can reset its cache while saves are still under way."""
+        if not self._is_resting:
+            self._is_resting = True
+            for held in self._held.values():
+                self._free(held.blocks)
+
+    def wake(self) -> None:
+        """A request has arrived, and has no blocks yet: blocks that are not saved are held again."""
+        if self._is_resting and self._pool is not None:
+            self._is_resting = False
+            for held in self._held.values():
+                self._pool.touch([self._pool.blocks[block] for block in held.blocks])
 
     def reported(self, report: WorkerReport) -> list[tuple[TrackedRequest, str]]:
         """Take in what workers report: the requests of which something could not be saved, and why."""

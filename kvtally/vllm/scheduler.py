@@ -76,6 +76,7 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Request) -> None:
         """The request has arrived: ask the store at once, long before the scheduler reaches the request."""
+        self.saves.wake()
         if request.request_id in self._requests:
             return
         adapter = self._adapters.adapter(request.lora_request)

@@ -15,18 +15,23 @@ from kvtally.processes import ending_with_us, python_path
 from kvtally.testing.engines import ENVIRONMENT
 
 DEADLINE_S = 600.0
-# `llm` is the engine; `ask(tokens)` is vLLM's count of cached tokens of a prompt that gets four tokens.
+# `llm` is the engine; `ask(tokens)` is vLLM's count of cached tokens of a prompt that gets four tokens; `settle()`
+# waits until the store has everything.
 PROLOGUE = """
-import json, os, sys
+import json, os, sys, time
 answer = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # vLLM logs to stdout
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
+from kvtally.vllm.connector import workers
 arguments, given = json.loads(sys.argv[1])
 llm = LLM(skip_tokenizer_init=True, **arguments)
 def ask(tokens):
     sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
     return llm.generate(TokensPrompt(prompt_token_ids=tokens), sampling, use_tqdm=False)[0].num_cached_tokens
+def settle():
+    while any(worker._unfinished for worker in workers.values()):
+        time.sleep(0.01)
 """
 EPILOGUE = """
 answer.write(json.dumps(result))

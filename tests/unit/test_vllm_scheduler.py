@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -632,6 +633,28 @@ def test_a_reset_while_blocks_are_held_fails(half: Callable[..., Any], filed: Fi
     for on_reset in ("part", "keep"):
         scheduler._on_reset = on_reset
         assert not scheduler.reset(5)
+
+
+def test_blocks_are_held_for_saves_only_while_the_engine_has_requests(half: Callable[..., Any], filed: Filed) -> None:
+    """A save may outlive the last request. The next one finds the blocks held again, unless they are saved by then."""
+    from kvtally.vllm.step_jobs import WorkerReport
+
+    scheduler, held = half(FULL), Counter[int]()
+    pool = SimpleNamespace(num_gpu_blocks=1000, blocks=range(1000), touch=held.update, free_blocks=held.subtract)
+    scheduler.bind(SimpleNamespace(block_pool=pool))
+    assert asks(scheduler, "first") == 0
+    assert chains_saved(scheduler, "first")
+    saving = +held
+    assert saving
+    scheduler.saves.rest()
+    scheduler.saves.rest()  # another request's end changes nothing
+    assert not +held
+    scheduler.on_new_request(request("second"))
+    assert +held == saving
+    scheduler.saves.rest()
+    scheduler.update_saves(WorkerReport(saved=dict.fromkeys(scheduler.saves._held, 1)))
+    scheduler.on_new_request(request("third"))
+    assert not +held
 
 
 def test_an_engine_whose_weights_stay_forgets_nothing(half: Callable[..., Any], bench: Bench) -> None:
