@@ -37,7 +37,7 @@ def address_of(memory: mmap.mmap | memoryview) -> int:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """The user at the other end of a unix socket, as the kernel knows it. Only who may map the arena gets it."""
+    """The user at the other end of a unix socket, as the kernel knows it. It decides who may map the arena."""
     _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(uid)
 
@@ -53,12 +53,12 @@ class Mapping:
         self.address = address_of(self._view)
 
     def view(self, offset: int, length: int) -> memoryview:
-        """Bytes `[offset, offset + length)`. Whoever gives offsets of a peer to this must have checked them."""
+        """Bytes `[offset, offset + length)`. The caller has checked offsets that come from a peer."""
         return self._view[offset : offset + length]
 
     def populate(self, offset: int, length: int) -> None:
-        """Fault these pages in, so that nobody pays for it at first touch. Contents are never changed, so it may run
-        while others write there. Raises OSError (ENOMEM, EFAULT) where there is no memory."""
+        """Fault these pages in now, instead of at first touch. Changes no contents, so others may write there while it
+        runs. Raises OSError (ENOMEM, EFAULT) if there is no memory."""
         advice = _MADV_POPULATE_WRITE if self.writable else _MADV_POPULATE_READ
         while _madvise(self.address + offset, length, advice):
             code = ctypes.get_errno()
@@ -68,7 +68,7 @@ class Mapping:
                 raise OSError(code, os.strerror(code))
 
     def advise_huge_pages(self) -> bool:
-        """Ask for huge pages; False where the kernel was built without them."""
+        """Ask for huge pages. False if the kernel was built without them."""
         try:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
@@ -76,8 +76,8 @@ class Mapping:
         return True
 
     def close(self) -> bool:
-        """Unmap. False, with nothing changed, while views handed out are still alive: the memory is still reachable.
-        A client keeps its liveness pipe open until this says True."""
+        """Unmap. False, and nothing changes, while views are still alive: the memory is still reachable. A client keeps
+        its liveness pipe open until this returns True."""
         self._view.release()
         try:
             self._memory.close()
@@ -87,8 +87,8 @@ class Mapping:
         return True
 
     def _touch(self, offset: int, length: int) -> None:
-        """Read one byte of each page. Reading is enough: a shared page is allocated, and mapped writable, by either
-        kind of fault; writing would race with those who use the memory already."""
+        """Read one byte of each page. Reading is enough: either kind of fault allocates a shared page and maps it
+        writable. Writing would race with others who already use the memory."""
         np.frombuffer(self._view[offset : offset + length], dtype=np.uint8)[:: mmap.PAGESIZE].max()
 
 

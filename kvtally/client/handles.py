@@ -29,12 +29,12 @@ from kvtally.wire.messages import (
     Staged,
 )
 
-MOST_GROUPS = 1 << 32  # what a key can hold
+MOST_GROUPS = 1 << 32  # the most that a key can hold
 _STATUSES = frozenset(PutStatus)
 
 
 class SharedLease(NamedTuple):
-    """A lease as it travels from an engine's scheduler to its workers, which have connections of their own."""
+    """A lease in the form in which an engine's scheduler sends it to workers, which have their own connections."""
 
     store: str
     id: int
@@ -65,7 +65,7 @@ class Lease:
 
     @property
     def is_staged(self) -> bool:
-        """Whether nothing more is on its way: all is there, or failed, or the store was lost."""
+        """Whether nothing more is on its way: it is there, it failed, or the store was lost."""
         return not self.found.staging or self.outcome is not None or not self.session.alive
 
     @property
@@ -88,7 +88,7 @@ class Lease:
 
 
 class ReadSlot(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One leased object: which it is, its bytes in the arena, and what they must add up to."""
+    """One leased object: which it is, its bytes in the arena, and their checksum."""
 
     lease: Lease
     key: ObjectKey
@@ -118,7 +118,7 @@ class Put(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def lease_of(session: Session, request: Lookup, begun_ns: int, found: Found) -> Lease:
-    """The store counts a lease's time from when it granted it, which was not before it was asked for, at `begun_ns`."""
+    """The lease that a lookup gave. Its time counts from `begun_ns`, when it was asked for: the store's begins later."""
     longest_ns = session.limits.lease_ns
     span_ns = min(request.lease_ms * 1_000_000, longest_ns) if request.lease_ms else longest_ns
     return Lease(session=session, id=found.lease, found=found, chains=request.chains, expires_ns=begun_ns + span_ns)
@@ -179,7 +179,7 @@ def puts_of(session: Session, namespace: bytes, objects: Sequence[PutObject], re
 
 
 def _views(session: Session, pieces: Sequence[int], length_bytes: int) -> list[memoryview] | None:
-    """The bytes that a store names by offsets and lengths; None where those cannot be right."""
+    """The bytes at these offsets and lengths; None if a store names bytes that cannot be right."""
     mapping = session.mapping
     if mapping is None or len(pieces) % 2:
         return None
@@ -194,7 +194,7 @@ def _views(session: Session, pieces: Sequence[int], length_bytes: int) -> list[m
 
 
 def reason_of(text: str, otherwise: MissReason) -> MissReason:
-    """The reason a store gave; a newer store may know more reasons than we do."""
+    """The reason that a store gave. A newer store may know reasons that we do not."""
     try:
         return MissReason(text)
     except ValueError:

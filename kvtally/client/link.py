@@ -49,15 +49,15 @@ MOST_CALLS = 1_024
 MOST_UNSENT_BYTES = 16 * 1024 * 1024
 HANDSHAKE_NS = 2_000_000_000
 FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 0.5  # a store that comes back is used again soon; an attempt costs microseconds
-LONGEST_WAIT_MS = 60_000.0  # of one system call; whoever waits longer waits again
+LONGEST_PAUSE_S = 0.5  # so that a store that comes back is soon used again; an attempt costs microseconds
+LONGEST_WAIT_MS = 60_000.0  # in one system call; a longer wait takes several
 NEVER_NS = 1 << 62
 # How long a caller that waits for a reply stays awake for it. Most replies come sooner, and a processor that went to
 # sleep takes its time to wake: with this an empty round trip takes 0.045 ms on two idle cores, without it 0.09 ms.
 SPIN_NS = 200_000
-SILENCE_NS = 500_000_000  # without a word while a call waited, until it was given up
-SILENT_NS = 5_000_000_000  # then somebody may try again, in case that no word is to come by itself
-REFUSED_PAUSE_S = 10.0  # somebody must first change a version, a token or a namespace
+SILENCE_NS = 500_000_000  # a store that said nothing for this long, while a call waited in vain, is silent
+SILENT_NS = 5_000_000_000  # after that, a call may try again, in case the store says nothing by itself
+REFUSED_PAUSE_S = 10.0  # a version, a token or a namespace must change first
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)  # callers only read a call's result
@@ -67,7 +67,7 @@ _links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why there is no answer. A value, not an exception: whoever gets one recomputes."""
+    """Why there is no answer. A value, not an exception: the caller recomputes."""
 
     reason: MissReason
     detail: str = ""
@@ -81,12 +81,12 @@ class Session:
     store: str
     limits: Limits
     verify_reads: bool
-    mapping: Mapping | None  # None over TCP, and once the session is over: views that were handed out keep the memory
+    mapping: Mapping | None  # None over TCP, and when the session is over; views that were handed out keep the memory
     alive: bool = True
 
 
 class Call(Generic[R_co]):
-    """One request on its way. `result` stays None until it was answered, failed or expired."""
+    """One request under way. `result` is None until it is answered, fails or expires."""
 
     __slots__ = ("_link", "begun_ns", "deadline_ns", "finish", "id", "result")
 
@@ -108,7 +108,7 @@ class Call(Generic[R_co]):
         return self.result
 
     def cancel(self) -> None:
-        """Nobody waits any longer. What the store may still grant is given back when its answer comes."""
+        """Stop waiting. What the store grants in a late answer is given back."""
         self._link.forget(self)
 
 
@@ -142,11 +142,11 @@ class Link:
         self._jitter = jitter or random.Random()
         self._calls: dict[int, Call[object]] = {}
         self._last_id = 0
-        self._next_expiry_ns = NEVER_NS  # no call expires before; it may be too early, never too late
-        self._queue: list[tuple[Call[object], bytes]] = []  # for the end of the handshake
+        self._next_expiry_ns = NEVER_NS  # no call expires before this; it may be early, never late
+        self._queue: list[tuple[Call[object], bytes]] = []  # to be sent after the handshake
         self._connection: Connection | None = None
         self._greeted: Session | None = None  # the handshake's session, until the store says welcome
-        self._wake_ns = 0  # without a session: when to try again, or to give the handshake up
+        self._wake_ns = 0  # without a session: when to try again, or give up the handshake
         self._pause_s = FIRST_PAUSE_S
         self._heard_ns = 0  # when the store last said anything
         self._silent_until_ns = 0
@@ -155,7 +155,7 @@ class Link:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the store left a call without an answer, and has not said a word since."""
+        """Whether the store left a call unanswered, and has said nothing since."""
         return bool(self._silent_until_ns) and time.monotonic_ns() < self._silent_until_ns
 
     # ---- calls
@@ -168,9 +168,9 @@ class Link:
         *,
         gives_back: bool = False,
     ) -> Call[R]:
-        """Send a request, now if possible. `finish` makes the result of its reply; None: that was no reply to this.
+        """Send a request, now if possible. `finish` makes the result from the reply, or None if that does not fit.
 
-        What gives back is sent however many calls wait: unsaid, the store would keep it for this client.
+        A request that gives something back is sent however many calls wait: otherwise the store would keep it reserved.
         """
         self._last_id += 1
         call: Call[R] = Call(self, self._last_id, finish, deadline_ns)
@@ -330,7 +330,7 @@ class Link:
         )
 
     def _begin(self, connection: Connection, session: Session) -> None:
-        """Welcome: what was asked for meanwhile can be sent."""
+        """The store said welcome: send the requests that waited for that."""
         self.session, self._greeted = session, None
         self.error, self._pause_s = None, FIRST_PAUSE_S
         queue, self._queue = self._queue, []
@@ -344,7 +344,7 @@ class Link:
                 connection.send(frame)
 
     def _lose(self, error: KVTallyError) -> None:
-        """The connection is gone, and with it everything that was believed."""
+        """The connection is gone, and with it the session, its leases and its puts."""
         if self._connection is not None:
             self._connection.close()
         for session in (self.session, self._greeted):
@@ -368,7 +368,7 @@ class Link:
         )
 
     def restart_in_child(self) -> None:
-        """After a fork: the parent goes on with its connection, the child makes its own when it needs one."""
+        """After a fork: the parent keeps its connection, and the child makes its own when it needs one."""
         self._lose(TransportError("this process was forked", remedy="Call again: the child reconnects.", code="KV-502"))
         self._wake_ns, self._pause_s = 0, FIRST_PAUSE_S
 

@@ -78,11 +78,11 @@ from kvtally.wire.messages import (
 
 __all__ = ["Call", "Lease", "Miss", "Put", "ReadSlot", "SharedLease", "StoreClient", "question"]
 
-# What a silent store is not asked for. Everything else says what is over: it must hear that as soon as it listens.
+# Requests that a silent store does not get. It gets all others as soon as it listens: they say what is over.
 QUESTIONS = (Lookup, SlotsGet, PutBegin)
 GIVES_BACK = (Release, PutEnd)
 TIMEOUT_S = 2.0
-GIVE_BACK_S = 2.0  # for what nobody waits for
+GIVE_BACK_S = 2.0  # for requests that nobody waits for
 
 M = TypeVar("M", bound=Reply)
 R = TypeVar("R")
@@ -98,8 +98,8 @@ def question(namespace: Namespace, tokens: Sequence[int], *, wait_ms: int = 0) -
 class StoreClient:
     """One client of one store. Connects when first used, and again whenever the connection is lost.
 
-    `expect` is the digest that the namespace must have (a P/D peer's). `timeout_s` is the deadline of calls that name
-    none. Raises ConfigError for an address that cannot work.
+    `expect` is the digest that the namespace must have (a P/D peer's). `timeout_s` is the default deadline of calls.
+    Raises ConfigError for an address that cannot work.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class StoreClient:
 
     @property
     def digest(self) -> bytes:
-        """Of the namespace this client speaks for; empty without one."""
+        """The digest of this client's namespace; empty without one."""
         return self._digest
 
     @property
@@ -150,21 +150,21 @@ class StoreClient:
 
     @property
     def refusal(self) -> IncompatibleError | None:
-        """Why the store does not want us: to be shown to people, with its remedy."""
+        """Why the store refuses this client, with a remedy, to be shown to people."""
         return self._link.error if isinstance(self._link.error, IncompatibleError) else None
 
     @property
     def arena(self) -> Mapping | None:
-        """The mapped arena, for who wants to pre-fault or pin it. Whoever keeps it keeps the memory mapped."""
+        """The mapped arena, to be pre-faulted or pinned. The memory stays mapped as long as somebody keeps this."""
         return self._link.session.mapping if self._link.session is not None else None
 
     @property
     def misses(self) -> Counter[MissReason]:
-        """Every Miss that this client answered, by reason."""
+        """How many calls ended in a Miss, by reason."""
         return self._link.misses
 
     def connect(self, timeout_s: float | None = None) -> Session | Miss:
-        """Wait for a session, through as many attempts as fit into the time; a refusal ends the wait."""
+        """Wait for a session, trying again as often as the time allows. A refusal ends the wait."""
         deadline_ns = self._deadline_ns(timeout_s)
         self._link.poll()
         while self._link.session is None:
@@ -178,7 +178,7 @@ class StoreClient:
         self._link.poll()
 
     def step(self, wait_s: float, *, is_urgent: bool = False) -> None:
-        """Wait at most so long for something to happen, then poll. `is_urgent`: awake at first."""
+        """Wait at most this long for something to happen, then poll. If `is_urgent`, stay awake at first."""
         now_ns = time.monotonic_ns()
         self._link.step(now_ns + int(wait_s * 1e9), now_ns + SPIN_NS if is_urgent else 0)
 
@@ -225,8 +225,8 @@ class StoreClient:
         """Where the leased objects of one rank lie."""
         if not lease.is_live:
             return self._link.answered(Miss(reason_of(lease.reason, MissReason.ABSENT), "nothing is held"))
-        # What was told once may be another's by now: a lease that was adopted can end unnoticed. Checksums would show
-        # it; without them the store is asked, which knows its leases.
+        # An adopted lease can end unnoticed, and its slots be given to somebody else. Checksums would show that;
+        # without them, ask the store.
         told = lease.found.slots if lease.session.verify_reads else []
         known = read_slots_of(lease, self._digest, 0, Slots(0, told)) if told and rank == 0 else None
         if known is not None:
@@ -262,7 +262,7 @@ class StoreClient:
         return self._submit(SlotsGet(0, lease.id, NO_RANK), lambda reply: confirmed(lease, reply), timeout_s)
 
     def release(self, leases: Iterable[Lease], *, timeout_s: float | None = None) -> Call[Done]:
-        """Give leases back, and report which of their objects did not verify. What is lost already needs no release."""
+        """Give leases back, and report which of their objects did not verify. Leases that are lost need no release."""
         ids, bad = [], []
         for lease in leases:
             if lease.id and lease.session.alive:
@@ -326,7 +326,7 @@ class StoreClient:
         return self._link.submit(request, finish, deadline_ns, gives_back=isinstance(request, GIVES_BACK))
 
     def _deadline_ns(self, timeout_s: float | None, wait_ms: int = 0) -> int:
-        """By default a request that asks the store to wait has that much more time."""
+        """By default, a request that asks the store to wait has that much more time."""
         seconds = timeout_s if timeout_s is not None else self._timeout_s + wait_ms / 1e3
         return time.monotonic_ns() + int(seconds * 1e9)
 
@@ -350,7 +350,7 @@ class StoreClient:
         return puts_of(session, self._digest, objects, reply)
 
     def _unasked(self, message: Reply) -> None:
-        """News of a lease, or the answer to a call that expired or was cancelled: what it grants is given back."""
+        """Take a message that answers no call: news of a lease, or a late answer, whose grants are given back."""
         if isinstance(message, Staged):
             lease = self._leases.get(message.lease)
             if lease is not None and lease.session is self._link.session:

@@ -28,7 +28,7 @@ from kvtally.wire.limits import Limits
 from kvtally.wire.messages import Reply
 
 READ_BYTES = 256 * 1024
-READS_PER_EXCHANGE = 32  # a store that talks without pause must not keep an engine's step
+READS_PER_EXCHANGE = 32  # so that a store that never stops talking does not hold up an engine's step
 LARGEST_FRAME_BYTES = 64 * 1024 * 1024  # whatever a greeting says
 ARENA_DESCRIPTORS = 2
 
@@ -39,10 +39,10 @@ _arenas: weakref.WeakKeyDictionary[mmap.mmap, weakref.finalize[..., mmap.mmap]] 
 
 
 class Connection:
-    """Made by connecting; raises OSError where that fails at once. After any error it is to be closed."""
+    """A connection, which begins when it is made; raises OSError if that fails at once. After any error, close it."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self.descriptors: list[int] = []  # received, and nobody's yet
+        self.descriptors: list[int] = []  # received, but nobody owns them yet
         self.unsent = bytearray()
         self._endpoint = endpoint
         self._wants_descriptors = endpoint.shares_memory
@@ -62,13 +62,13 @@ class Connection:
         return select.POLLIN | select.POLLOUT if self.unsent or self._wants_write else select.POLLIN
 
     def send(self, frame: bytes) -> None:
-        """Send, or keep for later what cannot be sent now."""
+        """Send a frame, and keep for later what cannot be sent now."""
         sent = 0 if self.unsent else self._send(frame)
         if sent < len(frame):
             self.unsent += memoryview(frame)[sent:]
 
     def exchange(self) -> list[Reply]:
-        """Send what is left, and take what has come. Raises OSError or TransportError when the connection is over."""
+        """Send what was kept, and receive. Raises OSError or TransportError when the connection is over."""
         if not (self._is_open or self._open()):
             return []
         if self.unsent:
@@ -76,7 +76,7 @@ class Connection:
         return self._receive()
 
     def greeted(self, frame_bytes: int) -> None:
-        """The greeting is here: from now on the store's limit counts, and no descriptors are expected."""
+        """The greeting was received: the store's limit applies, and no more descriptors are expected."""
         self._wants_descriptors = False
         self._reader = reply_reader(min(frame_bytes, LARGEST_FRAME_BYTES))
 
@@ -87,7 +87,7 @@ class Connection:
         self.descriptors.clear()
 
     def _open(self) -> bool:
-        """True when the other side is there: connected, of our own user, TLS agreed on."""
+        """True once the connection stands, the store is our own user's, and TLS is negotiated."""
         if self._endpoint.shares_memory:
             check_owner(
                 self._socket,
@@ -129,8 +129,8 @@ class Connection:
         try:
             return self._socket.send(data)
         except OSError:
-            # Either it would block, or the store is gone. The latter is found by receiving, which first yields
-            # what the store had to say, perhaps why it refuses us.
+            # Either this would block, or the store is gone. Receiving finds that out, after the store's last words,
+            # which may say why it refuses us.
             return 0
 
     def _flush(self) -> None:
@@ -149,7 +149,7 @@ class Connection:
                 break
             except OSError:
                 if messages:
-                    break  # these count; the next call finds the same end again
+                    break  # these messages count; the next call finds the end again
                 raise
             if not data:
                 if messages:
@@ -173,9 +173,9 @@ class Connection:
 
 
 def _connect(endpoint: Endpoint) -> socket.socket:
-    """A socket that is connected or connecting to the first target that does not refuse at once."""
+    """A socket that is connected, or connecting, to the first target that does not refuse at once."""
     code = 0
-    # In any order: of several addresses one may be dead, which shows only later; the next try must differ.
+    # In random order: one of several addresses may be dead, which shows only later, so the next try must differ.
     for family, target in random.sample(endpoint.targets, len(endpoint.targets)):
         candidate = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         code = candidate.connect_ex(target)
@@ -186,8 +186,8 @@ def _connect(endpoint: Endpoint) -> socket.socket:
 
 
 def hold_arena(connection: Connection, size_bytes: int) -> Mapping:
-    """Map the arena that came with the greeting. From here on the liveness pipe lives and dies with the mapping:
-    it is closed when the last view of the memory is gone, whoever holds it. Raises OSError or TransportError."""
+    """Map the arena that came with the greeting. From now on, the liveness pipe lives as long as the mapping: it is
+    closed when the last view of the memory is gone. Raises OSError or TransportError."""
     if len(connection.descriptors) != ARENA_DESCRIPTORS:
         raise TransportError(
             f"the greeting came with {len(connection.descriptors)} descriptors instead of {ARENA_DESCRIPTORS}",
@@ -201,13 +201,13 @@ def hold_arena(connection: Connection, size_bytes: int) -> Mapping:
     memory = mapping.view(0, 0).obj
     assert isinstance(memory, mmap.mmap)
     closer = weakref.finalize(memory, os.close, liveness)
-    closer.atexit = False  # the kernel does it when the process is really gone
+    closer.atexit = False  # the kernel closes it when the process is really gone
     _arenas[memory] = closer
     return mapping
 
 
 def _abandon_arenas() -> None:
-    """In a forked child: the mappings are not there, the pipes are the parent's."""
+    """In a forked child: close the parent's pipes, and keep the objects of mappings that do not exist here."""
     for memory, closer in list(_arenas.items()):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
         closer()

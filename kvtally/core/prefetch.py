@@ -8,14 +8,14 @@ A *wish* is a lease that is to be granted: all that its hit needs is held in the
 *Lanes.* A wish stands in the lane of the lowest tier it reads from (0: everything is in the arena already). Lanes share
 nothing, neither room nor order: wishes that wait for a slow tier take nothing from the others.
 
-*Order.* Who is wanted now comes before who is early. Then `turn`: arrival, moved back by the requests that are ahead in
-the engine's queue and moved by priority. Both moves are bounded, so everybody is overtaken only so many times. The
-first one in a lane that does not fit stops its lane: nobody small overtakes somebody large for ever.
+*Order.* Wishes that are wanted now come before early ones. Then `turn` decides: the order of arrival, moved back by the
+requests that are ahead in the engine's queue, and moved by priority. Both moves are bounded, so each wish is overtaken
+only so many times. The first wish in a lane that does not fit stops the lane: small ones cannot overtake it for ever.
 
-*Budgets.* Distinct bytes held for the admitted wishes of a lane stay within its share, and within three quarters of it
-for those that are early: who is wanted now finds room. Reads in flight stay within a tier's share, and within what the
-tier can deliver in a moment, so that somebody urgent does not wait behind a long queue inside the tier. A wish or a
-read that is larger than a whole share goes alone.
+*Budgets.* The distinct bytes held for a lane's admitted wishes stay within its share; early wishes may use three
+quarters of it, so that those wanted now find room. Reads in flight stay within a tier's share, and within what the tier
+delivers in a moment, so that an urgent read does not wait behind a long queue inside the tier. A wish or a read that is
+larger than a whole share goes alone.
 
 No clock, no I/O: times are arguments. Neighbours: `store.staging` (carries it out), `hits` (what a hit needs).
 """
@@ -32,14 +32,14 @@ MOST_AHEAD = 1 << 16
 MOST_PRIORITY = 16
 LEVEL_TURNS = 1_024  # what one level of priority is worth, in places of the queue
 MOMENT_S = 0.1  # how much a tier is given to do at once
-FEWEST_READS = 3  # in flight however slow a tier is: its reader threads are not to wait for one another
-KEPT = 0.97  # of what a rate measured before, with each measurement
+FEWEST_READS = 3  # in flight however slow a tier is, so that its reader threads do not wait for one another
+KEPT = 0.97  # the weight that each measurement leaves to those before it
 
 Part = TypeVar("Part", bound=Hashable)
 
 
 class Rank(NamedTuple):
-    """Place in a queue; the smallest is next. No two wishes have the same."""
+    """A wish's place in a queue; the smallest is next. No two are equal."""
 
     is_early: bool
     turn: int
@@ -57,8 +57,8 @@ class Lane(Generic[Part]):
     waiting: dict[int, Rank] = field(default_factory=dict)
     order: list[Rank] = field(default_factory=list)  # a heap; entries that `waiting` does not know are stale
     admitted: dict[int, Mapping[Part, int]] = field(default_factory=dict)
-    # How many admitted wishes need a part, and its size when it was counted: an object that is lost and saved anew
-    # while it is held may be of another length.
+    # How many admitted wishes need a part, and its size when it was counted. An object that is lost and saved again
+    # while it is held may have another length.
     holders: dict[Part, tuple[int, int]] = field(default_factory=dict)
     held_bytes: int = 0
 
@@ -87,13 +87,15 @@ class Lane(Generic[Part]):
 @dataclass(slots=True)
 class TierQueue(Generic[Part]):
     waiting: dict[Part, tuple[Rank, int]] = field(default_factory=dict)  # rank and size
-    order: list[tuple[Rank, int, Part]] = field(default_factory=list)  # a heap, as in Lane; a number orders a wish's
+    order: list[tuple[Rank, int, Part]] = field(
+        default_factory=list
+    )  # a heap, as in Lane; the number orders a wish's parts
     in_flight: dict[Part, int] = field(default_factory=dict)
     in_flight_bytes: int = 0
 
 
 class Planner(Generic[Part]):
-    """One store's. `tiers` lower tiers; parts are whatever the caller names them, each of one tier."""
+    """The plan of one store with `tiers` lower tiers. The caller says what parts are; each is read from one tier."""
 
     def __init__(self, *, tiers: int, arena_bytes: int, in_flight_bytes: int) -> None:
         self.share_bytes = arena_bytes // (tiers + 1)
@@ -115,7 +117,7 @@ class Planner(Generic[Part]):
         self._lanes[lane].push(rank)
 
     def want(self, wish: int) -> None:
-        """The engine has come to this one. What it has asked for already is to be asked for again."""
+        """The engine has come to this request. The caller asks again for the parts that it has asked for already."""
         rank = self._ranks[wish]._replace(is_early=False)
         self._ranks[wish] = rank
         lane = self._lanes[self._lane_of[wish]]
@@ -123,7 +125,7 @@ class Planner(Generic[Part]):
             lane.push(rank)
 
     def next(self, lane: int) -> int | None:
-        """Who is first in a lane's queue."""
+        """The first wish in a lane's queue."""
         queue = self._lanes[lane]
         while queue.order:
             rank = queue.order[0]
@@ -133,7 +135,7 @@ class Planner(Generic[Part]):
         return None
 
     def admit(self, wish: int, sizes: Mapping[Part, int]) -> bool:
-        """Whether there is room for all that `wish` needs; then it is held. Also for one that needs something else."""
+        """Hold everything that a wish needs, if there is room. Also for an admitted wish that now needs other parts."""
         lane = self._lanes[self._lane_of[wish]]
         was_admitted = lane.admitted.get(wish)
         if was_admitted is not None:
@@ -149,7 +151,7 @@ class Planner(Generic[Part]):
         return fits
 
     def leave(self, wish: int) -> None:
-        """Waiting or admitted, it is over. Unknown wishes are ignored."""
+        """A wish is over, waiting or admitted. Unknown wishes are ignored."""
         number = self._lane_of.pop(wish, None)
         if number is None:
             return
@@ -164,7 +166,7 @@ class Planner(Generic[Part]):
     # ---- reads
 
     def ask(self, tier: int, part: Part, size_bytes: int, wish: int) -> None:
-        """An admitted wish needs this part from below; of several askers the first in order counts."""
+        """An admitted wish needs this part from a lower tier. If several ask for it, the first in order counts."""
         queue, rank = self._tiers[tier], self._ranks[wish]
         if part in queue.in_flight or (part in queue.waiting and queue.waiting[part][0] <= rank):
             return
@@ -173,7 +175,7 @@ class Planner(Generic[Part]):
         heapq.heappush(queue.order, (rank, self._asked, part))
 
     def unask(self, tier: int, part: Part) -> None:
-        """Nobody needs it any more. A read that has begun goes on."""
+        """No wish needs this part any more. A read that has begun continues."""
         queue = self._tiers[tier]
         queue.waiting.pop(part, None)
         if len(queue.order) > 2 * len(queue.waiting) + 64:
@@ -181,7 +183,7 @@ class Planner(Generic[Part]):
             heapq.heapify(queue.order)
 
     def start(self, tier: int, speed_bytes_s: float) -> Part | None:
-        """The read to begin now, which is in flight from now on; None where the tier has enough to do, or nothing."""
+        """Begin the next read, and return its part. None if the tier has enough to do, or nothing."""
         queue = self._tiers[tier]
         while queue.order:
             rank, _, part = queue.order[0]
@@ -198,7 +200,7 @@ class Planner(Generic[Part]):
         return None
 
     def begin(self, tier: int, part: Part, size_bytes: int) -> bool:
-        """A read that no wish has asked for; False where the tier has enough to do."""
+        """Begin a read that no wish has asked for. False if the tier has enough to do."""
         queue = self._tiers[tier]
         if queue.in_flight and queue.in_flight_bytes + size_bytes > self.in_flight_share_bytes:
             return False
@@ -211,7 +213,7 @@ class Planner(Generic[Part]):
         queue.in_flight_bytes -= queue.in_flight.pop(part)
 
     def _has_room(self, queue: TierQueue[Part], size_bytes: int, speed_bytes_s: float) -> bool:
-        """Within its share; and, once its speed is known (not 0), within a moment's work."""
+        """Whether a read stays within the tier's share and, once its speed is known (not 0), within a moment's work."""
         if not queue.in_flight:
             return True
         after = queue.in_flight_bytes + size_bytes
@@ -221,7 +223,7 @@ class Planner(Generic[Part]):
         return is_short or after <= speed_bytes_s * MOMENT_S
 
     def backlog_bytes(self, tier: int, wish: int) -> int:
-        """What the tier reads before this wish's parts, others' and its own that are in flight not told apart."""
+        """The bytes that the tier reads before this wish's parts. Its own reads in flight are included."""
         queue, rank = self._tiers[tier], self._ranks[wish]
         return queue.in_flight_bytes + sum(size for before, size in queue.waiting.values() if before < rank)
 
@@ -244,7 +246,7 @@ class Planner(Generic[Part]):
         return sum(len(lane.waiting) for lane in self._lanes)
 
     def check_budgets(self) -> None:
-        """What holds after every step; a few comparisons, so the store asserts it there."""
+        """Assert what must hold after every event. A few comparisons, so the store does it each time."""
         for lane in self._lanes:
             assert lane.held_bytes <= self.share_bytes or len(lane.admitted) == 1
         for queue in self._tiers:
@@ -290,7 +292,7 @@ class Option(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What to promise; with it, of the longest option: how long to load it, how long to compute it instead."""
+    """The boundary to promise. With it, how long it would take to load, or to compute, the longest option."""
 
     end_tokens: int
     load_s: float
@@ -298,7 +300,7 @@ class Choice(NamedTuple):
 
 
 def worth_loading(options: Sequence[Option], tokens_s: float) -> Choice:
-    """The boundary after which the whole prompt is done soonest; of equals the longest.
+    """The boundary with which the whole prompt is done soonest; the longest of equals.
 
     `options` rise, and begin with what is in the arena already, which takes no time. What is not loaded is computed at
     `tokens_s`.

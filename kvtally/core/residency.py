@@ -31,8 +31,8 @@ _CELL = struct.Struct("<QQQ")  # of one object: place in the arena, length in by
 _SCATTERED = 1 << 63  # the place cell holds an index into `Residency._scattered`
 _COUNT_BITS = 32
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
-# What `Node.counts` nearly always is: at most two children in each of three tiers. Nodes share these integers, which
-# would take 32 bytes of each node otherwise.
+# The usual values of `Node.counts`: at most two children in each of three tiers. Nodes share these integers, which
+# would otherwise take 32 bytes of each node.
 _USUAL_COUNTS = {
     counts: counts
     for few in product(range(3), repeat=3)
@@ -70,14 +70,14 @@ class Node:
         # One `_CELL` for each object of `known`, packed: a third of the memory of Python objects. Only for those: with
         # 64 groups on 256 ranks, cells for all of them would take 100 times as much as a boundary's first object.
         self.cells = b""
-        self.known = 0  # objects that have a cell; they keep it as long as the node lives, also when they are dropped
+        self.known = 0  # objects that have a cell; they keep it while the node lives, even after they are dropped
         self.held = 0  # resident objects, a mask of `family.width` bits for each tier
         self.counts = 0  # children resident in each tier, 32 bits each
         self.children = 0  # children in all
         self.pending = 0  # objects being written
         self.pins = 0
         self.used = 0  # stamp of the last use; a parent's is never older than its children's
-        self.queued = 0  # tiers in whose eviction heap this node stands
+        self.queued = 0  # tiers whose eviction heap has this node
         self.tails: dict[int, int] | None = None  # length in tokens -> resident children of that length that are tails
 
 
@@ -96,7 +96,7 @@ class Family:
         self.root = Node(self, ROOT_CHAIN, None, 0, 0)
         self.nodes: dict[bytes, Node] = {ROOT_CHAIN: self.root}
         self.objects = 0  # objects resident in at least one tier
-        self.is_forgotten = False  # nothing of it is to be found any more; what is left of it is being dropped
+        self.is_forgotten = False  # lookups find nothing of it, and its objects are being dropped
 
     def bit(self, group: int, rank: int) -> int:
         return group * self.ranks + rank
@@ -116,7 +116,7 @@ class Residency:
         self.tiers = 1 + lower_tiers
         self.space = Space(arena_bytes)
         self.families: dict[bytes, Family] = {}
-        self.forgotten: dict[Family, list[Node]] = {}  # with the nodes that are yet to be swept, in the order of resets
+        self.forgotten: dict[Family, list[Node]] = {}  # family -> nodes yet to be swept, in the order of resets
         self.resident_objects = [0] * self.tiers
         self.lower_bytes = [0] * self.tiers  # whole granules; the arena's are counted by `space`
         self.evicted_objects = [0] * self.tiers
@@ -132,7 +132,7 @@ class Residency:
         return self.families.setdefault(namespace.digest, Family(namespace))
 
     def ensure(self, family: Family, chain: bytes, parent: bytes, start: int, end: int) -> Node:
-        """The node for this boundary, made if need be, with its parent. ChainConflict if it is known otherwise."""
+        """The node for this boundary; it and its parent are made if they do not exist. Raises ChainConflict."""
         node = family.nodes.get(chain)
         if node is not None and node.parent is not None:
             if node.end != end or node.start != start or node.parent.chain != parent:
@@ -145,13 +145,13 @@ class Residency:
         if node is not None and node.end != end:
             raise ChainConflict(f"chain {chain.hex()[:16]} is known to end at token {node.end}, not {end}")
         above = family.nodes.get(parent)
-        if above is None:  # not saved (yet, or any more): known as a parent only, its own parent still unknown
+        if above is None:  # not saved, or evicted: known only as a parent, and its own parent is unknown
             above = family.nodes[parent] = Node(family, parent, None, 0, start)
         elif above.end != start:
             raise ChainConflict(f"parent {parent.hex()[:16]} ends at token {above.end}, not {start}")
         if node is None:
             node = family.nodes[chain] = Node(family, chain, above, above.end, end)
-        else:  # until now known as a parent only
+        else:  # known only as a parent until now
             node.parent, node.start = above, start
         above.children += 1
         return node
@@ -209,13 +209,13 @@ class Residency:
         return value
 
     def differs(self, node: Node, bit: int, length_bytes: int, checksum: int) -> bool:
-        """Whether the object is resident with other bytes: KV computed anew is rarely the same to the bit."""
+        """Whether the object is resident with other bytes: KV that is computed again is rarely the same to the bit."""
         if not self._anywhere(node) >> bit & 1:
             return False
         return (self.length_bytes(node, bit), self.checksum(node, bit)) != (length_bytes, checksum)
 
     def allocate(self, length_bytes: int) -> tuple[Piece, ...] | None:
-        """Arena pieces for an object, evicting as needed; None when everything that is left is in use."""
+        """Arena pieces for an object, evicting as needed. None if everything that is left is in use."""
         while True:
             pieces = self.space.allocate(length_bytes)
             if pieces is not None or round_up(length_bytes) > self.space.capacity_bytes:
@@ -273,7 +273,7 @@ class Residency:
             self._drop(node, 1 << bit, tier)
 
     def evict(self, tier: int) -> list[ObjectKey]:
-        """Drop the next victim's objects from a tier; their keys, or nothing if no node may go."""
+        """Drop the next victim's objects from a tier. Returns their keys; none if no node may go."""
         node = self._candidates[tier].next()
         if node is None:
             return []
@@ -283,20 +283,20 @@ class Residency:
         return [node.family.key(node, bit) for bit in each_bit(mask)]
 
     def forget(self, family: Family) -> Family:
-        """Nothing of a family is found from now on; the empty one in its place. `sweep` drops what it holds."""
+        """Put an empty family in this one's place, and return it. Nothing of the old one is found; `sweep` drops it."""
         family.is_forgotten = True
         self.forgotten[family] = list(family.nodes.values())
         successor = self.families[family.namespace.digest] = Family(family.namespace)
         return successor
 
     def sweep(self, family: Family, most_objects: int) -> tuple[list[list[ObjectKey]], int]:
-        """Drop some objects of a forgotten family, children before their parents: their keys, by lower tier, and how
-        many more might have been dropped."""
+        """Drop some objects of a forgotten family, children before parents. Returns their keys by tier, and how many
+        more objects the call would have dropped."""
         nodes = self.forgotten[family]
         keys: list[list[ObjectKey]] = [[] for _ in range(self.tiers)]
         while nodes and most_objects > 0:
             node = nodes.pop()
-            most_objects -= 1  # one without objects takes its time, too
+            most_objects -= 1  # a node without objects takes time, too
             for tier in range(self.tiers):
                 mask = self.tier_mask(node, tier)
                 if mask:
@@ -364,7 +364,7 @@ class Residency:
         node.cells = node.cells[:at] + _CELL.pack(place, length_bytes, checksum) + node.cells[after:]
 
     def _drop(self, node: Node, mask: int, tier: int) -> None:
-        """Some of the objects that the tier holds of a node, at least one."""
+        """Drop some of a node's objects, at least one, all of which the tier holds."""
         family = node.family
         for bit in each_bit(mask):
             if tier != ARENA:
@@ -429,7 +429,7 @@ class Residency:
         self._candidates[tier].offer(parent)
 
     def settle(self, node: Node) -> None:
-        """After a change: the node may have become a candidate for eviction, or superfluous, and so may its parents."""
+        """After a change: the node may now be evicted, or removed if nothing needs it; and so may its parents."""
         for tier in range(self.tiers):
             self._candidates[tier].offer(node)
         current: Node | None = node
@@ -474,7 +474,7 @@ class Residency:
         assert objects == self.resident_objects
 
     def owned_pieces(self) -> list[Piece]:
-        """Every arena piece that holds, or until its last pin held, a resident object (for `check`)."""
+        """Every arena piece of a resident object, or of a dropped one that is still pinned (for `check`)."""
         owned = [piece for doomed in self._doomed.values() for pieces in doomed for piece in pieces]
         for family in (*self.families.values(), *self.forgotten):
             for node in family.nodes.values():
@@ -484,7 +484,7 @@ class Residency:
 
 
 def _cell_at(node: Node, bit: int) -> int:
-    """Where an object's cell begins, or is to be put in."""
+    """Where an object's cell begins, or would be inserted."""
     if node.known == node.family.full:
         return bit * _CELL.size
     return (node.known & ((1 << bit) - 1)).bit_count() * _CELL.size

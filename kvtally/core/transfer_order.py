@@ -1,8 +1,8 @@
 """The order in which several transfers use a bus that carries one thing at a time.
 
-The oldest and the shortest come first, in turn. So one after the other is done, where shares for all would let every
-one of them end as late as the last; a short one does not wait for long ones before it, and a long one gets at least
-half of the bus, however many short ones come. Owns the order only. Neighbours: `vllm.worker` (right). Pure.
+The oldest and the shortest take turns. So transfers finish one after the other; if all shared the bus, each would end
+as late as the last. A short one does not wait for long ones before it, and a long one gets at least half of the bus,
+however many short ones come. Owns the order only. Neighbours: `vllm.worker` (right). Pure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 J = TypeVar("J")
 
-NAMED = 2  # the one whose turn it is, and one for when it has nothing to do: who is looked at costs time
+NAMED = 2  # the job whose turn it is, and one for when that has nothing to do: looking at more takes time
 
 
 @dataclass(slots=True, eq=False)
@@ -40,12 +40,12 @@ class TransferOrder(Generic[J]):
         self._entries = [entry for entry in self._entries if entry.job is not job]
 
     def took(self) -> None:
-        """Somebody has used the turn. Only then it passes on: looks that find nothing to do do not count."""
+        """A job has used its turn, so the turn passes on. Looking at a job that has nothing to do does not count."""
         self._is_shortest_first = not self._is_shortest_first
 
     def order(self) -> list[J]:
-        """The job whose turn it is, and behind it those for when it has nothing to do: one more, and all that were
-        named before, because they may have begun and hold what others wait for."""
+        """The job whose turn it is, then those for when it has nothing to do: one more, and all that were named before,
+        because they may have begun and hold what others wait for."""
         entries = sorted(self._entries, key=attrgetter("size")) if self._is_shortest_first else self._entries
         for entry in entries[:NAMED]:
             entry.is_named = True

@@ -1,4 +1,4 @@
-"""Connections: how bytes on sockets become calls of the sans-I/O store, and its effects bytes on sockets again.
+"""Connections: turn bytes from sockets into calls of the sans-I/O store, and its replies into bytes.
 
     data_received ─▶ frames ─▶ Hub.received ─▶ Store.handle ─┐
     liveness pipe EOF ───────▶ Hub.writer_gone ──────────────┤
@@ -39,13 +39,13 @@ logger = logging.getLogger("kvtally.store")
 
 HELLO_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 1.0  # for a refused peer to read why
-UNGREETED_LIMIT = 64  # connections of one transport that have not said hello: strangers must not crowd out clients
-# What one connection may have done before others have their turn; a single request may take longer.
+UNGREETED_LIMIT = 64  # connections that have not said hello, for TCP and the unix socket each
+# How much is done for one connection before others have their turn. A single request may take longer.
 REQUESTS_PER_TURN = 16
 TURN_NS = 2_000_000
-UNREAD_TIMEOUT_S = 20.0  # for a peer that has left replies unread, until it is cut off
+UNREAD_TIMEOUT_S = 20.0  # a peer that leaves replies unread for this long is cut off
 STRANGERS_FRAME_BYTES = 1 * MIB  # a Hello with the largest namespace has a fraction of this
-_TIMER_SLACK_S = 0.001  # loops round timers to milliseconds; one that fires early would only have to be set again
+_TIMER_SLACK_S = 0.001  # loops round timers to milliseconds, and a timer that fires early would have to be set again
 
 
 class Hub:
@@ -54,7 +54,7 @@ class Hub:
     def __init__(self, store: Store, mover: Mover, arena: Arena, limits: Limits, *, token: str = "") -> None:
         self.store = store
         self.limits = limits
-        self.ungreeted: dict[Connection, None] = {}  # strangers, without a valid Hello yet, in the order of arrival
+        self.ungreeted: dict[Connection, None] = {}  # strangers: no valid Hello yet; in the order of arrival
         self.ended: Counter[str] = Counter()  # connections that the store ended, by error code
         self.arena = arena
         self._mover = mover
@@ -64,7 +64,7 @@ class Hub:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
 
-    # ---- what happens
+    # ---- events
 
     def received(self, connection: Connection, request: Request) -> None:
         now_ns = time.monotonic_ns()
@@ -79,7 +79,7 @@ class Hub:
         self.flush()
 
     def lost(self, connection: Connection) -> None:
-        """The socket is closed. What the client might still be writing to waits for its liveness pipe."""
+        """The socket is closed. Slots that the client might still be writing to wait for its liveness pipe."""
         self.ungreeted.pop(connection, None)
         if connection.session is None:
             return
@@ -91,9 +91,9 @@ class Hub:
         self.flush()
 
     def writer_gone(self, connection: Connection) -> None:
-        """The liveness pipe reported EOF: its process has no arena mapped any more. Called once per unix connection."""
+        """The liveness pipe reported EOF: the process has unmapped the arena. Called once for each unix connection."""
         if connection.session is None:
-            connection.has_arena = False  # a tool that only asks questions: a session without shared memory, then
+            connection.has_arena = False  # a tool that only asks questions: its session has no shared memory
             return
         self.store.writer_gone(connection.session, time.monotonic_ns())
         self.flush()
@@ -106,7 +106,7 @@ class Hub:
 
     async def reset(self, digest: bytes) -> ResetEnd:
         ended: asyncio.Future[ResetEnd] = self._loop.create_future()
-        # Who asked may have gone, and cancelled its wait.
+        # The caller may have left, and cancelled its wait.
         self.store.reset(digest, time.monotonic_ns(), lambda end: None if ended.done() else ended.set_result(end))
         self.flush()
         return await ended
@@ -115,7 +115,7 @@ class Hub:
         return self.store.health(time.monotonic_ns())
 
     def stats(self) -> StoreStats:
-        """What the store tells, and what only its shell knows."""
+        """The store's statistics, with those of the daemon around it."""
         server = ServerStats(
             pid=os.getpid(),
             populated_bytes=self.arena.populated_bytes,
@@ -127,8 +127,8 @@ class Hub:
         return structs.replace(self.store.stats(time.monotonic_ns()), server=server)
 
     def expect_hello(self, connection: Connection) -> None:
-        """Take a new connection in. Of too many strangers that came the same way, the one that came first makes way: it
-        had the time to say hello."""
+        """Take in a new connection. If too many strangers came the same way, the first of them makes way: it has had
+        time to say hello."""
         strangers = [stranger for stranger in self.ungreeted if bool(stranger.nonce) is bool(connection.nonce)]
         self.ungreeted[connection] = None
         if len(strangers) >= UNGREETED_LIMIT:
@@ -145,7 +145,7 @@ class Hub:
         if self._timer is not None:
             self._timer.cancel()
 
-    # ---- what follows from it
+    # ---- effects
 
     def flush(self) -> None:
         """Carry out what the store decided: replies, jobs, and the next time to wake up."""
@@ -172,7 +172,7 @@ class Hub:
                 connection.send(b"".join(parts))
 
     def _arm(self, deadline_ns: int, now_ns: int) -> None:
-        """Only ever set to an earlier time: a deadline that was put off costs an idle wake-up, no timer per request."""
+        """Set the timer, only ever to an earlier time. A deadline that moves back costs one idle wake-up."""
         if self._timer is not None:
             self._timer.cancel()
         delay_s = max(0.0, (deadline_ns - now_ns) / SECOND_NS) + _TIMER_SLACK_S
@@ -184,7 +184,7 @@ class Hub:
         self.flush()
 
     def _admit(self, connection: Connection, request: Request, now_ns: int) -> None:
-        """Let the store know of a connection once it has said hello, and over TCP proved that it knows the token."""
+        """Tell the store of a connection that has said hello and, over TCP, has proved that it knows the token."""
         if not isinstance(request, Hello):
             connection.refuse(_not_hello(request))
             return
@@ -209,23 +209,23 @@ class Connection(asyncio.Protocol):
     ) -> None:
         self.session: int | None = None  # set by the hub after a valid Hello
         self.has_arena = has_arena  # may have the arena mapped: came over the unix socket and holds its liveness pipe
-        self.nonce = nonce  # to be answered with the token's proof; empty where the kernel vouched for the user
+        self.nonce = nonce  # to be answered with the token's proof; empty if the kernel vouched for the user
         self.is_ended = False
-        self._has_more = False  # requests may be here that wait for the next turn; nothing is read until it is over
+        self._has_more = False  # requests may wait for the next turn; nothing more is read until they are done
         self._is_next = False  # the next turn is lined up
-        self._unread: asyncio.TimerHandle | None = None  # set while the peer leaves replies unread: until when it may
+        self._unread: asyncio.TimerHandle | None = None  # set while the peer leaves replies unread: when to cut it off
         self._hub = hub
         self._hello_timeout_s = hello_timeout_s
-        self.handover: asyncio.Task[None] | None = None  # in which the loop gets the socket, and TLS is agreed on
+        self.handover: asyncio.Task[None] | None = None  # the loop takes the socket over, and negotiates TLS
         self._reader = request_reader(min(STRANGERS_FRAME_BYTES, hub.limits.frame_bytes))
         self._transport: asyncio.Transport
         self._deadline: asyncio.TimerHandle | None = None
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but inheritance
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit from it
         self._deadline = asyncio.get_running_loop().call_later(self._hello_timeout_s, self._hello_overdue)
-        if self.nonce:  # on the unix socket this has happened before the loop got it
+        if self.nonce:  # on the unix socket, the greeting was sent before the loop had it
             self._transport.write(encode(self._hub.store.greeting(nonce=self.nonce)))
 
     def data_received(self, data: bytes) -> None:
@@ -236,8 +236,8 @@ class Connection(asyncio.Protocol):
             self._take_turn()
 
     def _take_turn(self) -> None:
-        """Carry out requests that are here, as many as one turn allows. Where there may be more, other connections have
-        their turn first, and nothing is read meanwhile. Nor is anything done for a peer that does not read."""
+        """Carry out as many waiting requests as one turn allows. If there may be more, other connections have their
+        turn first, and nothing is read until then. Nothing is done for a peer that does not read its replies."""
         self._is_next = False
         ends_ns = time.monotonic_ns() + TURN_NS
         for _ in range(REQUESTS_PER_TURN):
@@ -296,11 +296,11 @@ class Connection(asyncio.Protocol):
         self.closed.set_result(None)
 
     def admitted(self) -> None:
-        """The store knows of it: from now on the limits of a client count."""
+        """The store knows of it: from now on, the limits for clients apply."""
         self._reader.limit_bytes = self._hub.limits.frame_bytes
 
     def give_way(self) -> None:
-        """It has not said hello, and others want to."""
+        """End it in favour of a newer connection: it has not said hello."""
         error = CapacityError(
             f"{UNGREETED_LIMIT} connections that have not said hello are the most this store takes",
             remedy="Say hello at once after the greeting; connect again.",
@@ -332,7 +332,7 @@ class Connection(asyncio.Protocol):
         logger.info("connection refused: %s", error)
         self.is_ended = True
         self._transport.write(encode(Refused(0, error.code, error.message, error.remedy)))
-        self._transport.close()  # after the refusal was read, or ...
+        self._transport.close()  # once the refusal was sent, or ...
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._transport.abort)

@@ -30,9 +30,9 @@ class Session:
     greeted: bool = False
     leases: set[int] = field(default_factory=set)
     puts: set[int] = field(default_factory=set)
-    put_bytes: int = 0  # of open writes, and of those in limbo
+    put_bytes: int = 0  # in open writes and in limbo
     waiting: int = 0
-    resets: int = 0  # asked for and not answered
+    resets: int = 0  # not answered yet
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Counts:
     quarantined: Counter[str] = field(default_factory=Counter)
 
     def lookup(self, request: Lookup, end_tokens: int, reason: str) -> None:
-        """One lookup is answered for good: with what, and why not with more."""
+        """Count the final answer to one lookup, and why it was not longer."""
         lookups = self.lookups
         lookups.total += 1
         lookups.hits += end_tokens > 0
@@ -69,11 +69,11 @@ class Context:
         self.sessions: dict[int, Session] = {}
         self.outbox: list[tuple[int, Reply]] = []
         self.jobs: list[Job] = []
-        self.quarantine: deque[QuarantinedObject] = deque(maxlen=256)  # the latest, for people
+        self.quarantine: deque[QuarantinedObject] = deque(maxlen=256)  # the latest ones, to be shown
         self._last_id = 0
 
     def new_id(self) -> int:
-        """Ids of leases, puts and jobs: never reused, so a late message cannot touch a stranger's."""
+        """An id for a lease, put or job. Ids are never reused, so a late message cannot hit somebody else's."""
         self._last_id += 1
         return self._last_id
 
@@ -86,7 +86,7 @@ class Context:
         self.send(session, Refused(request, code, message, remedy))
 
     def readable_tiers(self, now_ns: int) -> list[int]:
-        """The arena and every lower tier that is worth asking now."""
+        """The arena, and every lower tier that can be read now."""
         return [0] + [number for number, tier in enumerate(self.tiers, 1) if tier.readable(now_ns)]
 
     def has_place_for(self, namespace: Namespace) -> bool:

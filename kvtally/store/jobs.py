@@ -21,8 +21,8 @@ class WriteJob:
     tier: int
     record: ObjectRecord
     pieces: tuple[Piece, ...]
-    attempt: int = 0  # how often the tier had no room for it before
-    failures: int = 0  # how often the device was found failing with it before
+    attempt: int = 0  # how often the tier had no room for it
+    failures: int = 0  # how often the device was found failing with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class ReadJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindJob:
-    """Ask a tier that cannot enumerate its contents what it holds under these keys."""
+    """Ask a tier that cannot list its objects which of these it holds."""
 
     id: int
     tier: int
@@ -59,6 +59,6 @@ class Outcome:
     """How a job ended: `code` is empty on success, else the KV-xxx code of the error. `found` belongs to a FindJob."""
 
     code: str = ""
-    is_crowded: bool = False  # with a code, of a WriteJob: there is room once other objects are taken out
+    is_crowded: bool = False  # of a WriteJob, with a code: there will be room when other objects are removed
     seconds: float = 0.0
     found: tuple[ObjectRecord | None, ...] = ()

@@ -28,8 +28,8 @@ from kvtally.wire.frames import fits
 from kvtally.wire.messages import Done, Lookup, MissReason, Release, Slot, Slots, SlotsGet, Staged, Wanted
 from kvtally.wire.stats import Prefetched
 
-NUMBER_BYTES = 9  # the most that a number takes in a message
-SLOT_BYTES = 6 + 5 * NUMBER_BYTES  # the same of a slot, without its pieces
+NUMBER_BYTES = 9  # the longest encoding of a number in a message
+SLOT_BYTES = 6 + 5 * NUMBER_BYTES  # the longest encoding of a slot without its pieces
 
 
 class Leases:
@@ -40,10 +40,10 @@ class Leases:
         capacity_bytes = self._residency.space.capacity_bytes
         self.planner: Planner[Part] = Planner(
             tiers=len(context.tiers),
-            arena_bytes=capacity_bytes * 3 // 4,  # the rest is for saves, and for what running loads have leased
+            arena_bytes=capacity_bytes * 3 // 4,  # the rest is for saves and for loads that are running
             in_flight_bytes=context.limits.staging_bytes or capacity_bytes // 4,
         )
-        self._is_room_new = False  # somebody who waits for room may fit now
+        self._is_room_new = False  # a lease that waits for room may fit now
         self.staging = Staging(context, self.planner, lower)
         self._estimates = LoadEstimates(context, self.planner, self.staging)
 
@@ -105,12 +105,12 @@ class Leases:
         return lease
 
     def follow_up(self, lease: Lease, now_ns: int) -> None:
-        """Its client has heard of it, and may now be told what becomes of it."""
+        """The client has been told of the lease, so it may now be told what becomes of it."""
         if lease.wanted_ns is not None and lease.awaited:
             self._weigh(lease, now_ns)
 
     def _lane(self, needs: Sequence[Need], now_ns: int) -> int:
-        """The lowest tier that has to be read for these."""
+        """The lowest tier that these objects have to be read from."""
         readable = self._context.readable_tiers(now_ns)
         missing = ((node, mask & ~self._residency.arena_mask(node)) for _, node, mask in needs)
         tiers = (self.staging.source(node, bit, readable) for node, mask in missing for bit in each_bit(mask))
@@ -125,7 +125,7 @@ class Leases:
         return view, needs_of(lease.family, lease.request, view.path, view.hit) if view.hit.end_tokens else []
 
     def _grant_next(self, lease: Lease, now_ns: int) -> bool:
-        """Grant a lease that has waited, with what is there now, if there is room. False: it is to wait on."""
+        """Grant a lease that has waited, for what is there now. False if there is still no room."""
         view, needs = self._needs_now(lease, now_ns)
         if not self.planner.admit(lease.id, self._sizes(needs)):
             return False
@@ -135,21 +135,21 @@ class Leases:
         return True
 
     def _grant_now(self, lease: Lease, view: View, needs: list[Need], now_ns: int) -> None:
-        """Grant a lease that has waited, with what is there now."""
+        """Grant a lease that has waited, for what is there now."""
         lease.path, lease.needs, lease.end_tokens = view.path, needs, view.hit.end_tokens
         self._grant(lease, now_ns)
         if not lease.awaited:
             self._announce(lease, now_ns)
 
     def _grant(self, lease: Lease, now_ns: int) -> None:
-        """There is room: what the lease needs is held from now on."""
+        """There is room: pin what the lease needs, and stage what is missing."""
         lease.enter(LeaseState.GRANTED)
         for _, node, _ in lease.needs:
             self._residency.pin(node)
         self._stage_missing(lease, now_ns)
 
     def want(self, session: Session, request: Wanted, now_ns: int) -> None:
-        """The engine has come to a request: it goes before those that are early, or is answered with what is there."""
+        """The engine has come to a request: it goes before early ones, or is answered with what is already there."""
         lease = self._leases.get(request.lease)
         self._context.send(session, Done(request.id))
         if lease is None or lease.session is not session or lease.wanted_ns is not None:
@@ -165,7 +165,7 @@ class Leases:
             self._is_room_new = True
 
     def _grant_resident(self, lease: Lease, now_ns: int) -> bool:
-        """Grant a lease that waits, if nothing is to be staged for it: then it need not wait for room."""
+        """Grant a lease that waits, if everything is in the arena: then it need not wait for room."""
         view, needs = self._needs_now(lease, now_ns)
         if not needs or self._lane(needs, now_ns) != ARENA:
             return False
@@ -174,7 +174,7 @@ class Leases:
         return True
 
     def _weigh(self, lease: Lease, now_ns: int) -> None:
-        """Load or compute: leave what would take longer to load than to compute."""
+        """Load or compute: give up what would take longer to load than to compute."""
         hits = self._estimates.options(lease, now_ns) if lease.tokens_s else []
         if not hits:
             return
@@ -182,7 +182,7 @@ class Leases:
         lease.load_s, lease.compute_s = choice.load_s, choice.compute_s
         if choice.end_tokens >= lease.end_tokens:
             return
-        lease.left_tokens = hits[-1][1].end_tokens - choice.end_tokens  # what is beyond cannot be read any more
+        lease.left_tokens = hits[-1][1].end_tokens - choice.end_tokens  # objects beyond that cannot be read any more
         gone = MissReason.ABSENT if lease.family.is_forgotten else MissReason.STAGING_FAILED
         lease.reason = lease.reason or (MissReason.SLOW_TIER if lease.left_tokens else gone)
         self._estimates.probe(lease, now_ns)
@@ -194,12 +194,12 @@ class Leases:
             self._announce(lease, now_ns)
 
     def _aim(self, lease: Lease, hit: Hit) -> None:
-        """Let the lease hold what another hit needs."""
+        """Make the lease hold what another hit needs."""
         if hit.end_tokens == lease.end_tokens:
             return
         needs = needs_of(lease.family, lease.request, lease.path, hit) if hit.end_tokens else []
         if self.planner.is_known(lease.id):
-            self.planner.admit(lease.id, self._sizes(needs))  # where that does not fit, what it held stays counted
+            self.planner.admit(lease.id, self._sizes(needs))  # if that does not fit, what it held before stays counted
             self._is_room_new = True
         for _, node, _ in needs:
             self._residency.pin(node)
@@ -227,11 +227,11 @@ class Leases:
         reply = Slots(request.id, slots or [], "" if slots is not None else MissReason.CHECKSUM)
         most_bytes = sum(SLOT_BYTES + NUMBER_BYTES * len(slot.pieces) for slot in reply.slots)
         if most_bytes > self._context.limits.frame_bytes and not fits(reply, self._context.limits.frame_bytes):
-            reply = Slots(request.id, [], MissReason.LIMIT)  # a longer one would cost the client its connection
+            reply = Slots(request.id, [], MissReason.LIMIT)  # a longer frame would end the client's connection
         self._context.send(session, reply)
 
     def slots_of(self, lease: Lease, rank: int) -> list[Slot] | None:
-        """Where the objects of one rank lie; None where one was quarantined since the lease was announced."""
+        """Where the objects of one rank lie; None if one was quarantined after the lease was announced."""
         slots = []
         ranks = lease.family.ranks
         for index, node, mask in lease.needs:
@@ -261,7 +261,7 @@ class Leases:
         if not 0 <= group < len(lease.family.group_masks):
             return
         bit = lease.family.bit(group, rank)
-        at = bisect_left(lease.needs, index, key=_index_of)  # one report may name as many objects as a frame holds
+        at = bisect_left(lease.needs, index, key=_index_of)  # a report may name thousands of objects
         _, node, mask = lease.needs[at] if at < len(lease.needs) and lease.needs[at][0] == index else (0, None, 0)
         if node is not None and mask & self._residency.arena_mask(node) & 1 << bit:
             self._context.note_quarantine("arena", "KV-401", node, bit)
@@ -293,7 +293,7 @@ class Leases:
         lease.enter(LeaseState.ENDED)
 
     def _account(self, lease: Lease, now_ns: int) -> None:
-        """What the staging of a lease, which is over now, has been good for."""
+        """A lease is over: count whether its staging was of use."""
         if lease.staged_ns is None:
             outcome = Prefetched.CANCELLED
         elif not lease.end_tokens:
@@ -317,13 +317,13 @@ class Leases:
             self._drop(self._leases[number], now_ns)
 
     def _announce(self, lease: Lease, now_ns: int) -> None:
-        """All that could be staged is: promise the boundary that is whole in the arena now, if need be a lower one."""
+        """Staging is over: promise the boundary that is whole in the arena now, which may be lower than was found."""
         family, request = lease.family, lease.request
         lease.path = path_of(self._residency, family, request)
         rows = self._residency.presence(family, self._residency.masks(family, lease.path, [ARENA]))
         hit = hit_of(family, request, rows)
         if hit.end_tokens < lease.end_tokens and lease.may_aim_lower:
-            # A lower boundary may still be whole further down. Each time something has left the index, so this ends.
+            # A lower boundary may still be whole in a lower tier. This ends: each time, something has left the index.
             lease.may_aim_lower = False
             below = view_of(self._context, family, request, now_ns).hit
             if below.end_tokens > hit.end_tokens:

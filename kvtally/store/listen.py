@@ -54,10 +54,10 @@ class UnixEndpoint:
     def listen(self) -> socket.socket:
         """Bind and listen, mode 0600, in place of whatever socket a dead store left behind."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        previous_umask = os.umask(0o177)  # so that there is no moment at which others may connect
+        previous_umask = os.umask(0o177)  # so that others cannot connect, not even for a moment
         try:
             if os.path.lexists(self.path):
-                os.unlink(self.path)  # nobody listens there: the lock is ours
+                os.unlink(self.path)  # nobody listens there, because we hold the lock
             listener.bind(self.path)
             listener.listen(_BACKLOG)
         except OSError as error:
@@ -81,7 +81,7 @@ class UnixEndpoint:
 
 
 def check_socket_path(path: str) -> None:
-    """Raise ConfigError KV-102 for a path that can never be a socket's. Touches nothing."""
+    """Raise ConfigError KV-102 for a path that cannot be a socket's. Touches nothing."""
     length = len(os.fsencode(path))
     if not 0 < length <= LONGEST_SOCKET_PATH_BYTES:
         raise ConfigError(
@@ -118,7 +118,7 @@ def send_greeting(connection: socket.socket, frame: bytes, arena_fd: int) -> int
 
 
 def bind_tcp(text: str, setting: str) -> socket.socket:
-    """Bind, not yet listening, so that a port in use is found out before the store touches anything."""
+    """Bind without listening, to find out whether the port is in use before the store touches anything."""
     try:
         host, port = split_address(text)
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -135,7 +135,7 @@ def bind_tcp(text: str, setting: str) -> socket.socket:
 
 
 def start_listening(listener: socket.socket, setting: str) -> None:
-    """Two sockets may be bound to one port as long as neither listens, so this too may find the port taken."""
+    """Listen. Two sockets may be bound to one port until one of them listens, so this may find the port in use, too."""
     try:
         listener.listen(_BACKLOG)
     except OSError as error:
@@ -143,7 +143,7 @@ def start_listening(listener: socket.socket, setting: str) -> None:
 
 
 def tls_context(cert: str, key: str) -> ssl.SSLContext | None:
-    """The server's side of TLS, or None where it is not configured. Raises ConfigError."""
+    """The server's side of TLS, or None if it is not configured. Raises ConfigError."""
     if not cert and not key:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -158,7 +158,7 @@ def tls_context(cert: str, key: str) -> ssl.SSLContext | None:
 
 
 def _check_directory(directory: Path) -> None:
-    """Whoever may write the directory may put a socket of their own in the store's place."""
+    """Raise ConfigError if others can write to the directory: they could put their own socket in the store's place."""
     status = directory.stat()
     is_shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
     if status.st_uid not in (os.geteuid(), 0) or is_shared:

@@ -1,6 +1,6 @@
 """Load or compute: how long each boundary that could be promised would take to load. `core.prefetch` then chooses.
 
-Owns the estimates and the probes that keep them fresh; what is done about it is for `leases`. No I/O.
+Owns the estimates and the probes that keep them fresh; `leases` acts on them. No I/O.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from kvtally.store.lease import Lease, Part
 from kvtally.store.lookup_view import hit_of, needs_of, path_of
 from kvtally.store.staging import Staging
 
-MOST_OPTIONS = 32  # boundaries that are weighed against computing
+MOST_OPTIONS = 32  # boundaries that are compared with computing
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the hits of one weighing share: a long prompt has thousands of objects, which are looked at once."""
+    """What the hits of one comparison share, so that each of a prompt's thousands of objects is looked at once."""
 
     readable: Sequence[int]
     missing: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)  # by boundary and mask: tier -> bytes
-    backlogs: dict[int, int] = field(default_factory=dict)  # by tier; a walk over everything that waits
+    backlogs: dict[int, int] = field(default_factory=dict)  # by tier; each takes a walk over everything that waits
 
 
 class LoadEstimates:
@@ -36,8 +36,8 @@ class LoadEstimates:
         self._staging = staging
 
     def options(self, lease: Lease, now_ns: int) -> list[tuple[Hit, Option]]:
-        """What could be promised instead of the lease's hit, rising from what is in the arena; empty where it cannot
-        be said how long that takes."""
+        """The boundaries that could be promised, from the one that is in the arena up to the lease's own. Empty if the
+        speed of a tier is not known."""
         family, request = lease.family, lease.request
         lease.path = path_of(self._residency, family, request)
         in_arena = self._residency.presence(family, self._residency.masks(family, lease.path, [ARENA]))
@@ -59,7 +59,7 @@ class LoadEstimates:
         return [(least, Option(least.end_tokens, 0.0)), *reversed(options)]
 
     def _load_s(self, lease: Lease, hit: Hit, costs: Costs) -> float | None:
-        """How long until everything that a hit needs is in the arena."""
+        """How long it takes until everything that a hit needs is in the arena; None if a tier's speed is not known."""
         missing: dict[int, int] = {}
         for index, node, mask in needs_of(lease.family, lease.request, lease.path, hit):
             if (index, mask) not in costs.missing:
@@ -77,18 +77,18 @@ class LoadEstimates:
         return load_s
 
     def _missing(self, node: Node, mask: int, readable: Sequence[int]) -> dict[int, int]:
-        """Bytes that are to be read from each tier for these objects of a node; 0 from one that is only waited for."""
+        """The bytes to be read from each tier for these objects of a node. Objects that are being read count as 0."""
         missing: dict[int, int] = {}
         for bit in each_bit(mask & ~self._residency.arena_mask(node)):
             tier = self._staging.source(node, bit, readable)
-            is_counted = self._staging.is_reading(node, bit)  # in the backlog
+            is_counted = self._staging.is_reading(node, bit)  # as part of the backlog
             size_bytes = 0 if is_counted else self._residency.length_bytes(node, bit)
             missing[tier] = missing.get(tier, 0) + size_bytes
         return missing
 
     def probe(self, lease: Lease, now_ns: int) -> None:
-        """Read a little of what this lease will not wait for, if the tier's speed was not measured lately: a tier that
-        was found slow would never be tried again otherwise."""
+        """Read a little of what this lease gives up, if the tier's speed was not measured lately. Otherwise a tier that
+        was once found slow would never be tried again."""
         readable = self._context.readable_tiers(now_ns)
         for number, tier in enumerate(self._context.tiers, 1):
             if tier.speed.is_due(now_ns):

@@ -1,6 +1,6 @@
 """A lookup's path through the index, its hit, and the objects that the hit needs: `core.hits` applied to a request.
 
-Owns what a lookup sees at one moment; what is done about it is for `lookups` and `leases`. Changes nothing.
+Owns what a lookup sees at one moment; `lookups` and `leases` act on it. Changes nothing.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def view_of(context: Context, family: Family, request: Lookup, now_ns: int) -> V
 
 
 def path_of(residency: Residency, family: Family, request: Lookup) -> list[Node | None]:
-    """The nodes of a prompt. A chain value that is known to end elsewhere is not what was asked for; so no node can
-    occur twice, either."""
+    """The nodes of a prompt. A node that ends at another boundary than the one asked for does not count; so no node
+    occurs twice."""
     known = zip(residency.path(family, request.chains), request.ends, strict=True)
     return [node if node is not None and node.end == end else None for node, end in known]
 
 
 def hit_of(family: Family, request: Lookup, rows: Sequence[Sequence[bool]], limit_tokens: int | None = None) -> Hit:
-    """The longest hit, by what is present, up to the request's own limit or a lower one."""
+    """The longest hit with what is present, up to the request's limit or a lower one."""
     return longest_hit(
         family.namespace.groups,
         request.ends,
@@ -57,13 +57,13 @@ def hit_of(family: Family, request: Lookup, rows: Sequence[Sequence[bool]], limi
 
 
 def longest_possible(request: Lookup) -> int:
-    """The boundary of a hit that leaves nothing to wish for, in tokens."""
+    """The last boundary that a hit could reach, in tokens."""
     limit, step = request.limit_tokens, request.alignment_tokens
     return next((end for end in reversed(request.ends) if end <= limit and end % step == 0), 0)
 
 
 def needs_of(family: Family, request: Lookup, path: Sequence[Node | None], hit: Hit) -> list[Need]:
-    """Boundary index (rising), node and mask of objects of everything that a hit reads."""
+    """Everything that a hit reads, in the order of boundaries."""
     masks: dict[int, int] = {}
     for group, spec in enumerate(family.namespace.groups):
         have = request.have[group] if request.have else 0

@@ -28,20 +28,20 @@ from kvtally.store.lookup_view import View, bitmap, hit_of, longest_possible, vi
 from kvtally.store.lower import LowerTiers
 from kvtally.wire.messages import Found, Lookup, MissReason, Slot
 
-FIND_NS = 200_000_000  # how long a lookup waits for tiers that must be asked, unless it allows more
+FIND_NS = 200_000_000  # how long a lookup waits for tiers that must be asked, unless its own wait is longer
 MOST_TAILS = 64
-MOST_SLOTS = 4096  # with an answer, which must fit a frame; who needs more asks for them
+MOST_SLOTS = 4096  # in an answer, which must fit into a frame; beyond that, the client asks for them
 
 
 @dataclass(slots=True)
 class Parked:
-    """A lookup that waits: for pending objects, or for what a tier says it holds."""
+    """A lookup that waits for pending objects, or for tiers to say what they hold."""
 
     session: Session
     request: Lookup
     alarm: Alarm
-    nodes: list[Node] = field(default_factory=list)  # with pending objects when it was parked
-    watched: Node | None = None  # one of them that is pending still: as long as it is, the wait is not over
+    nodes: list[Node] = field(default_factory=list)  # that had pending objects when it was parked
+    watched: Node | None = None  # one of them that is still pending; the wait lasts at least as long
     finding: int = 0
 
 
@@ -115,8 +115,8 @@ class Lookups:
 
     @staticmethod
     def _tails(family: Family, view: View) -> list[int]:
-        """Beneath the hit, and beneath every boundary beyond it that full attention reaches: where only a state is
-        missing there, an answer that ended further on has left its own."""
+        """Where tails end that may continue the prompt: after the hit, and after every later boundary that full
+        attention reaches. A recurrent state that is missing at those boundaries may exist where an answer ended."""
         specs = family.namespace.groups
         full = [row for spec, row in zip(specs, view.rows, strict=True) if spec.kind is GroupKind.FULL]
         first, last = view.hit.boundaries, len(view.path)
@@ -126,7 +126,7 @@ class Lookups:
         return [end - view.hit.end_tokens for end in sorted(known)[-MOST_TAILS:]]
 
     def _reason(self, family: Family, request: Lookup, view: View, now_ns: int) -> str:
-        """Why the hit is not longer: the nearest cause, in the one list of reasons."""
+        """Why the hit is not longer: the first cause, as a `MissReason`."""
         if view.hit.end_tokens == longest_possible(request):
             return ""
         if view.hopeful.end_tokens > view.hit.end_tokens:
@@ -135,7 +135,7 @@ class Lookups:
         if len(self._context.readable_tiers(now_ns)) < len(everywhere):
             rows = self._residency.presence(family, self._residency.masks(family, view.path, everywhere))
             if hit_of(family, request, rows).end_tokens > view.hit.end_tokens:
-                return MissReason.STAGING_FAILED  # a tier that fails or hangs has it
+                return MissReason.STAGING_FAILED  # only a tier that fails or hangs has it
         following = view.hit.boundaries
         specs = family.namespace.groups
         full = [row[following] for spec, row in zip(specs, view.rows, strict=True) if spec.kind is GroupKind.FULL]
@@ -185,7 +185,7 @@ class Lookups:
         return number
 
     def _watch(self, number: int) -> bool:
-        """Wait for the last boundary of those that are pending, which a prefill saves last; False where none is."""
+        """Watch the last boundary that is still pending, because a prefill saves in order. False if none is."""
         parked = self._parked[number]
         self._stop_watching(number, parked)
         parked.watched = next((node for node in reversed(parked.nodes) if node.pending), None)
@@ -218,7 +218,7 @@ class Lookups:
             self._answer(parked.session, parked.request, view_of(self._context, family, parked.request, now_ns), now_ns)
 
     def settled(self, node: Node, now_ns: int) -> None:
-        """An object of `node` stopped being pending. Lookups for which nothing more is to come are answered."""
+        """An object of `node` stopped being pending. Answer the lookups that have nothing more to wait for."""
         if node.pending:
             return
         for number in sorted(self._watchers.get(node, ())):
@@ -226,7 +226,7 @@ class Lookups:
                 self._unpark(number, now_ns)
 
     def _ask_tiers(self, session: Session, family: Family, request: Lookup, view: View, now_ns: int) -> bool:
-        """Ask tiers that cannot enumerate for what the index does not know. True if the lookup now waits for them."""
+        """Ask the tiers that cannot list what they hold. True if the lookup now waits for their answers."""
         shared = [
             n for n, tier in enumerate(self._context.tiers, 1) if not tier.info.enumerable and tier.readable(now_ns)
         ]

@@ -22,8 +22,8 @@ from kvtally.store.jobs import Outcome, RemoveJob, WriteJob
 from kvtally.store.tier_state import FIRST_PAUSE_NS, TierState
 from kvtally.store.tiers.base import ObjectRecord
 
-MOST_ATTEMPTS = 5  # at a write for which a tier has no room; before each, twice as much is evicted as before the last
-MOST_FAILURES = 5  # of the device, at one object, before it is given up
+MOST_ATTEMPTS = 5  # to write an object for which a tier has no room; each evicts twice as much as the last
+MOST_FAILURES = 5  # of the device with one object, until it is given up
 
 
 class LowerTiers:
@@ -36,13 +36,13 @@ class LowerTiers:
     # ---- what they hold
 
     def recover(self, number: int, record: ObjectRecord) -> None:
-        """Before serving: a tier holds this object. What the index cannot take in is to be removed there, or it would
-        take room for ever."""
+        """Before serving: a tier holds this object. If the index cannot take it in, it is removed there: it would take
+        up room for ever."""
         if not self.learn(number, record):
             self._context.tiers[number - 1].unremoved[record.key] = None
 
     def learn(self, number: int, record: ObjectRecord) -> bool:
-        """Take into the index what a tier holds; False where it does not fit in."""
+        """Add an object that a tier holds to the index. False if it contradicts what the index knows."""
         namespace = record.namespace
         family = self._residency.families.get(namespace.digest)
         if family is None:
@@ -60,12 +60,12 @@ class LowerTiers:
             self._residency.settle(node)
             return False
         self._residency.add(node, bit, number, record.length_bytes, record.checksum)
-        if not node.used:  # in the order of writing; only its ends matter, so the way up to the root is not walked
+        if not node.used:  # in the order of writing. Only ends of chains matter, so nothing walks up to the root
             self._residency.touch((node,))
         return True
 
     def drop(self, node: Node, bit: int) -> None:
-        """No tier is to hold the object any more: it was saved anew, with other bytes."""
+        """The object was saved again with other bytes: take the old copies out of every tier."""
         for number in range(1, self._residency.tiers):
             if self._residency.tier_mask(node, number) >> bit & 1:
                 self._residency.drop(node, bit, number)
@@ -74,8 +74,8 @@ class LowerTiers:
     # ---- copies and removals
 
     def write_behind(self, node: Node, bit: int, now_ns: int) -> None:
-        """Queue the object for every lower tier that takes it. One that cannot keep up takes it later, if it is still
-        in the arena then: only what is queued is held there, and nobody waits."""
+        """Queue the object for every lower tier. A tier that cannot keep up gets it later, if it is still in the arena
+        then: only queued objects are held there, and nobody waits."""
         for number, tier in enumerate(self._context.tiers, 1):
             if self._residency.tier_mask(node, number) >> bit & 1:
                 continue
@@ -85,16 +85,16 @@ class LowerTiers:
                 self._queue_write(number, node, bit, now_ns)
 
     def _is_in_arena(self, node: Node, bit: int) -> bool:
-        """Whether it still is: a job or a queue may know it for longer than the index does."""
+        """Whether the object is still there: jobs and queues may remember it after the index has dropped it."""
         is_known = node.family.nodes.get(node.chain) is node
         return is_known and not node.family.is_forgotten and bool(self._residency.arena_mask(node) >> bit & 1)
 
     def _must_wait(self, tier: TierState, node: Node, bit: int) -> bool:
-        """Whether it is too much for the tier now, or would come before the removal of what a reset has forgotten."""
+        """Whether the tier has enough to write already, or must first remove what a reset has forgotten."""
         if self._residency.is_sweeping(node.family.namespace):
             return True
         size = round_up(self._residency.length_bytes(node, bit))
-        # What is queued is held in the arena, which must not be held by a disk that hangs.
+        # Queued objects are held in the arena, and a disk that hangs must not hold all of it.
         most = min(self._context.limits.write_behind_bytes, self._residency.space.capacity_bytes // 4)
         return tier.queued_bytes > 0 and tier.queued_bytes + size > most
 
@@ -124,12 +124,12 @@ class LowerTiers:
         )
 
     def catch_up_all(self, now_ns: int) -> None:
-        """What waited for a sweep need not wait for it any more."""
+        """A sweep is over: write what waited for it."""
         for number in range(1, self._residency.tiers):
             self._catch_up(number, now_ns)
 
     def _catch_up(self, number: int, now_ns: int) -> None:
-        """A tier has written something, or may be tried again: it takes what had to wait."""
+        """A tier has room in its queue, or may be tried again: write what had to wait."""
         tier = self._context.tiers[number - 1]
         while tier.postponed and tier.writable(now_ns):
             node, bit = next(iter(tier.postponed))
@@ -143,13 +143,13 @@ class LowerTiers:
                 self._queue_write(number, node, bit, now_ns, failures=failures)
 
     def _make_room(self, number: int, size_bytes: int) -> bool:
-        """Evict from a lower tier until the object fits beside what is there and what is on its way."""
+        """Evict from a lower tier until the object fits, together with everything that is on its way there."""
         tier = self._context.tiers[number - 1]
         capacity_bytes = tier.info.capacity_bytes
         if capacity_bytes is None:
             return True
         if tier.queued_bytes + size_bytes > capacity_bytes:
-            return False  # to evict everything would not help
+            return False  # evicting everything would not help
         while self._residency.lower_bytes[number] + tier.queued_bytes + size_bytes > capacity_bytes:
             keys = self._residency.evict(number)
             if not keys:
@@ -158,8 +158,8 @@ class LowerTiers:
         return True
 
     def _write_again(self, job: WriteJob, node: Node, bit: int, now_ns: int) -> bool:
-        """The tier's free bytes lie in too many pieces for this object: evict more and try once more. It ends, because
-        attempts are counted and each evicts something."""
+        """The tier's free bytes lie in too many pieces for this object: evict more and try again. This ends, because
+        attempts are counted and each one evicts something."""
         if job.attempt + 1 >= MOST_ATTEMPTS or not self._is_current(job, node, bit):
             return False
         wanted_bytes = round_up(job.record.length_bytes) << job.attempt
@@ -178,8 +178,8 @@ class LowerTiers:
     def _write_failed(self, job: WriteJob, code: str, node: Node, bit: int, now_ns: int) -> None:
         """Leave the tier alone for a while, then try again what is still in the arena: the device may be back.
 
-        Only the job that found the device failing counts that against its object; the others failed with it. So one
-        that can never be written is given up in the end, and does not stop the tier again and again.
+        Only the job that finds the device failing counts the failure against its object; other jobs fail with it. So an
+        object that can never be written is given up in the end, instead of stopping the tier again and again.
         """
         tier = self._context.tiers[job.tier - 1]
         tier.counts.errors[code] += 1
@@ -194,16 +194,18 @@ class LowerTiers:
             tier.counts.dropped += 1
 
     def _is_current(self, job: WriteJob, node: Node, bit: int) -> bool:
-        """Whether what a job copies is what the arena holds, not forgotten (reset, quarantine) or saved anew since."""
+        """Whether the arena still holds the bytes that a job copies. They may be forgotten, or saved again, since."""
         record = job.record
         return self._is_in_arena(node, bit) and not self._residency.differs(
             node, bit, record.length_bytes, record.checksum
         )
 
     def remove(self, number: int, keys: Iterable[ObjectKey], *, is_last: bool = True) -> int:
-        """Take objects out of a lower tier, and with them (`is_last`: of several removals with the last of them) what
-        an earlier removal failed to take out; the job's id. But not what is saved anew and on its way down: where that
-        fails, the old copy is still to be taken out."""
+        """Take objects out of a lower tier. Returns the job's id.
+
+        The last of several removals (`is_last`) also takes out what earlier removals failed to. Objects that are being
+        written again are left out: if that write fails, their old copies must still be removed.
+        """
         tier = self._context.tiers[number - 1]
         again = [key for key in tier.unremoved if (number, key) not in self._newest] if is_last else []
         for key in again:
@@ -255,7 +257,7 @@ class LowerTiers:
         length = job.record.length_bytes
         tier.queued_bytes -= round_up(length)
         tier.write_speed.ended(0 if outcome.code else length, now_ns)
-        # What could not be removed may be what takes the room: then the device is at fault, and to evict more no help.
+        # Objects that could not be removed may take up the room. Then the device fails, and evicting does not help.
         if outcome.is_crowded and not tier.unremoved:
             tier.counts.dropped += not self._write_again(job, node, bit, now_ns)
         elif outcome.code:
@@ -265,10 +267,10 @@ class LowerTiers:
             tier.counts.write_bytes += length
             tier.counts.write_seconds += outcome.seconds
             tier.write_pause_ns = FIRST_PAUSE_NS
-            tier.unremoved.pop(job.record.key, None)  # replaced what a removal just before failed to take out
+            tier.unremoved.pop(job.record.key, None)  # this write replaced what a removal had failed to take out
             if self._is_current(job, node, bit):
                 self._residency.add(node, bit, job.tier, length, job.record.checksum)
-            elif place not in self._newest:  # else a newer copy is on its way and replaces it
+            elif place not in self._newest:  # otherwise a newer copy is on its way and replaces this one
                 self.remove(job.tier, [job.record.key])
         self._residency.unpin(node)
         self._catch_up(job.tier, now_ns)

@@ -89,15 +89,15 @@ class Mover:
             self._finish(job, self._outcome(tier, job))
 
     def _outcome(self, tier: Tier, job: Job) -> Outcome:
-        """Carry out one job. The supervisor's edge: whatever a tier raises becomes an outcome, or its thread would die
-        and every later job of the tier wait for ever."""
+        """Carry out one job. Whatever a tier raises becomes an outcome: otherwise its thread would die, and every later
+        job of the tier would wait for ever."""
         begun = time.perf_counter()
         code = ""
         try:
             if isinstance(job, FindJob):
                 return Outcome(found=tuple(tier.find(job.keys)), seconds=time.perf_counter() - begun)
             code = self._carry_out(tier, job)
-        except NoRoomError as error:  # nothing is wrong: the store makes room
+        except NoRoomError as error:  # not a failure: the store makes room
             return Outcome(code=error.code, is_crowded=True, seconds=time.perf_counter() - begun)
         except KVTallyError as error:
             self._tell(tier, error)
@@ -108,7 +108,7 @@ class Mover:
         return Outcome(code=code, seconds=time.perf_counter() - begun)
 
     def _tell(self, tier: Tier, error: KVTallyError) -> None:
-        """Once a minute for each tier and kind of failure: a full disk fails thousands of jobs."""
+        """Log a failure once a minute for each tier and code: on a full disk, thousands of jobs fail."""
         now = time.monotonic()
         if now >= self._told_until.get((tier.name, error.code), 0.0):
             self._told_until[tier.name, error.code] = now + TELL_AGAIN_S
@@ -128,7 +128,7 @@ class Mover:
         with self._lock:
             self._finished.append((job, outcome))
             is_first = len(self._finished) == 1
-        if is_first and not self._abandoned.is_set():  # later ones ride along with the first one's wake-up
+        if is_first and not self._abandoned.is_set():  # later outcomes go with the first one's wake-up
             self._post(self._hand_over)
 
     def _hand_over(self) -> None:
@@ -139,7 +139,7 @@ class Mover:
 
 
 def read_verified(tier: Tier, record: ObjectRecord, target: Sequence[memoryview]) -> bool:
-    """Bring an object up into `target`, hashing what has landed while the rest is read; whether it is the right one."""
+    """Read an object into `target`, and hash each part as it lands. Returns whether the bytes are the right ones."""
     running = RunningChecksum(checksum_seed(record.key, record.length_bytes), record.length_bytes)
     tier.read(record, target, running.update)
     return running.intdigest() == record.checksum

@@ -23,7 +23,7 @@ from kvtally.store.context import Context, Session
 from kvtally.store.lower import LowerTiers
 from kvtally.wire.messages import PutBegin, PutEnd, PutEnded, PutObject, PutSlot, PutSlots, PutStatus
 
-_ANSWERS = {status: PutSlot(status) for status in PutStatus}  # of all that need no slot
+_ANSWERS = {status: PutSlot(status) for status in PutStatus}  # for all answers without a slot
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Puts:
         self._settled: list[Node] = []
 
     def take_settled(self) -> list[Node]:
-        """The nodes of which an object stopped being pending since the last call."""
+        """The nodes in which an object stopped being pending since the last call."""
         settled, self._settled = self._settled, []
         return settled
 
@@ -83,7 +83,7 @@ class Puts:
                     self._residency.settle(node)
                     status = PutStatus.FULL
                 elif status is PutStatus.WRITE:
-                    self._residency.begin(node, bit)  # from now on eviction does not take its boundary
+                    self._residency.begin(node, bit)  # from now on its boundary is not evicted
                     wanted.append((len(slots), node, bit, item.length_bytes))
                     room_bytes -= item.length_bytes
                 elif status is PutStatus.PRESENT:
@@ -95,7 +95,7 @@ class Puts:
             remedy = "Client and store disagree about chains: restart the client, and report this if it comes back."
             self._context.refuse(session, request.id, "KV-200", str(conflict), remedy)
             return
-        self._residency.touch_up(present)  # all at once: each alone would walk up to the root
+        self._residency.touch_up(present)  # together: each alone would walk up to the root
         self._open(session, wanted, slots, now_ns)
         self._context.counts.puts.full += slots.count(_ANSWERS[PutStatus.FULL])
         self._context.send(session, PutSlots(request.id, slots))
@@ -111,7 +111,7 @@ class Puts:
     def _open(
         self, session: Session, wanted: list[tuple[int, Node, int, int]], slots: list[PutSlot], now_ns: int
     ) -> None:
-        """Lease slots for what is to be written, as far as there is room."""
+        """Give out slots for what is to be written, as far as there is room."""
         places = self._residency.allocate_all([length for _, _, _, length in wanted])
         batch = Batch()
         numbers = []
@@ -161,8 +161,8 @@ class Puts:
         self._context.send(session, PutEnded(request.id, len(committed), rejected))
 
     def _publish(self, put: Put, checksum: int) -> None:
-        """A tier that could not be read when the put began may hold the object after all: what was staged from it
-        meanwhile stays, and a copy of other bytes goes."""
+        """Make an object readable. A tier that could not be read when the put began may hold the object, too: if it was
+        staged since then, that copy stays; a copy with other bytes is dropped."""
         residency, node, bit = self._residency, put.node, put.bit
         if residency.arena_mask(node) >> bit & 1:
             residency.space.free(put.pieces)
@@ -200,10 +200,10 @@ class Puts:
                 return "KV-503", message, remedy
         return None
 
-    # ---- ends of an open write
+    # ---- how an open write ends
 
     def _take(self, session: Session, number: int) -> Put | None:
-        """The session's open put, no longer open. One that expired into limbo is freed: its writer says it is done."""
+        """Close one of the session's open puts. If it had expired into limbo, its slot is free: its writer is done."""
         put = self._puts.get(number)
         if put is None or put.session != session.id:
             pieces = self._limbo.get(session.id, {}).pop(number, None)
@@ -220,7 +220,7 @@ class Puts:
         return put
 
     def _discard(self, put: Put) -> None:
-        """Nothing is published; the writer is known to be done, so the slot is free at once."""
+        """Publish nothing. The writer says that it is done, so the slot is free at once."""
         self._residency.space.free(put.pieces)
         self._residency.end(put.node, put.bit)
 
@@ -235,7 +235,7 @@ class Puts:
         put = self._take(session, number)
         assert put is not None
         self._limbo.setdefault(session.id, {})[number] = put.pieces
-        session.put_bytes += put.length_bytes  # still its own to write to
+        session.put_bytes += put.length_bytes  # it may still write there
         self._residency.end(put.node, put.bit)
         self._settled.append(put.node)
 
@@ -248,7 +248,7 @@ class Puts:
             self._free_limbo(session.id)
 
     def reset(self, family: Family) -> None:
-        """Open writes of this family are not to be published any more."""
+        """Open writes of this family will not be published."""
         for put in [put for put in self._puts.values() if put.node.family is family]:
             self._context.counts.puts.aborted += 1
             self._to_limbo(self._context.sessions[put.session], put.id)
@@ -257,7 +257,7 @@ class Puts:
         session = self._context.sessions.get(session_id)
         if session is not None:
             self._gone.add(session_id)
-            session.shared_memory = False  # it has let go of the arena: nothing more is handed out to it
+            session.shared_memory = False  # it has unmapped the arena, so it gets no more slots
         else:
             self._free_limbo(session_id)
 

@@ -17,7 +17,7 @@ from kvtally.store.alarms import Alarm
 from kvtally.store.context import Context, Session
 from kvtally.wire.messages import Done, ReceiptFile, ReceiptGet, Receipts
 
-HALF_TEXT_BYTES = 1_024  # all the texts of a receipt's half: a thousand receipts must fit into one frame
+HALF_TEXT_BYTES = 1_024  # for all texts of a half: a thousand receipts must fit into one frame
 MOST_LISTED = 1_000
 
 
@@ -64,7 +64,7 @@ class ReceiptDesk:
             return
         receipt = self._book.find(request.ticket, now_ns)
         is_final = receipt is not None and receipt.decode is not None
-        is_final |= len(request.ticket) > self._context.limits.ticket_bytes  # nobody can file that one
+        is_final |= len(request.ticket) > self._context.limits.ticket_bytes  # no such ticket can be filed
         if is_final or request.wait_ms <= 0 or session.waiting >= self._context.limits.waiting_per_client:
             self._context.send(session, Receipts(request.id, [receipt] if receipt is not None else []))
             return

@@ -1,10 +1,10 @@
-"""Resets: a namespace is forgotten at once, and its user is told when no restart can bring it back.
+"""Resets: a namespace is forgotten at once, and the caller is told when no restart can bring it back.
 
     reset ─▶ open writes end, nothing is found any more ─▶ swept, a slice at a time: RemoveJobs for each lower tier
           ─▶ the last of them removed, failed or late ─▶ `on_end`
 
-Owns resets that are not over. A slice is short, so that a million objects do not stop everybody else. What a tier could
-not remove is tried again by `lower` with its next write.
+Owns the resets under way. Slices are short, so that dropping a million objects does not stop everybody else. What a
+tier could not remove, `lower` tries again with its next write.
 Neighbours: `store` (left: who asked), `puts` (open writes end), `lower` (right: removes). No I/O.
 """
 
@@ -24,15 +24,15 @@ from kvtally.store.lower import LowerTiers
 from kvtally.store.puts import Puts
 from kvtally.wire.limits import SECOND_NS
 
-REMOVAL_NS = 3 * SECOND_NS // 2  # whoever asked gives up after 2 s by default: told before, it knows what became of it
-SLICE_OBJECTS = 4096  # dropped at once, which takes some 10 ms
+REMOVAL_NS = 3 * SECOND_NS // 2  # clients give up after 2 s by default, and should be told before that
+SLICE_OBJECTS = 4096  # dropped in one go, which takes about 10 ms
 MOST_RESETS = 64  # at once, in the whole store
-MOST_OF_CLIENT = 8  # of these, of one client
-PAUSE_NS = 1  # between two of them: until alarms are due again, some milliseconds later
+MOST_OF_CLIENT = 8  # for one client
+PAUSE_NS = 1  # between two slices: until alarms run again, some milliseconds later
 
 
 class ResetEnd(NamedTuple):
-    """How many objects were forgotten; with a code where they are still in a lower tier, and why."""
+    """How many objects were forgotten. With a code if they are still in a lower tier, and why."""
 
     objects: int
     code: str = ""
@@ -47,8 +47,8 @@ class Forgetting:
     family: Family
     objects: int
     on_end: Callable[[ResetEnd], None]
-    alarm: Alarm | None = None  # None: whoever asked was told
-    jobs: set[int] = field(default_factory=set)  # the last of each tier, once everything is swept
+    alarm: Alarm | None = None  # None once the caller was told
+    jobs: set[int] = field(default_factory=set)  # the last RemoveJob of each tier, once everything is swept
     code: str = ""
 
 
@@ -60,10 +60,10 @@ class Resets:
         self._lower = lower
         self._sweeping: deque[Forgetting] = deque()  # the first one is swept, the others wait
         self._removing: dict[int, Forgetting] = {}  # by RemoveJob; one reset may wait for several
-        self._under_way: set[Forgetting] = set()  # something is yet to be swept, or to be told
+        self._under_way: set[Forgetting] = set()  # not swept yet, or the caller was not told yet
 
     def begin(self, family: Family, now_ns: int, on_end: Callable[[ResetEnd], None]) -> None:
-        """Forget every object of a namespace. What a lease has let somebody read stays there until it is released."""
+        """Forget every object of a namespace. Leased bytes stay in place until they are released."""
         if len(self._under_way) >= MOST_RESETS:
             message = f"{MOST_RESETS} resets are under way, the most at once; nothing was forgotten"
             on_end(ResetEnd(0, "KV-302", message, "Reset once more in a few seconds."))
@@ -93,14 +93,16 @@ class Resets:
             self._context.alarms.set(now_ns + PAUSE_NS, self._sweep)
 
     def _sweep_first(self, most_objects: int) -> int:
-        """Go on with the reset that is the first in the queue; how many more objects may be dropped now."""
+        """Continue with the first reset in the queue. Returns how many more objects may be dropped now."""
         forgetting = self._sweeping[0]
         keys, left = self._residency.sweep(forgetting.family, most_objects)
         is_swept = forgetting.family not in self._residency.forgotten
         for number, tier in enumerate(self._context.tiers, 1):
             if is_swept:
-                keys[number] += self._lower.on_their_way(forgetting.family, number)  # and there before the removal is
-            # What is on its way out comes before our last removal, and may fail.
+                keys[number] += self._lower.on_their_way(
+                    forgetting.family, number
+                )  # they arrive before the removal does
+            # Earlier removals come before our last one, and may fail.
             if keys[number] or (is_swept and (tier.unremoved or tier.removing)):
                 job = self._lower.remove(number, keys[number], is_last=is_swept)
                 if is_swept and forgetting.alarm is not None:
@@ -131,7 +133,7 @@ class Resets:
         self._end(forgetting, "a lower tier has not removed them yet")
 
     def _end(self, forgetting: Forgetting, why: str = "") -> None:
-        """Tell whoever asked, unless that has happened."""
+        """Tell the caller, once."""
         if forgetting.alarm is None:
             return
         self._context.alarms.cancel(forgetting.alarm)

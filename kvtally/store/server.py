@@ -2,9 +2,9 @@
 
     lock the socket ▸ bind TCP and admin ▸ arena (pre-faulted in the background) ▸ tiers, recovered ▸ mover ▸ listen
 
-What can be refused is refused before anything is touched, and nobody can connect before everything is known that a
-restart left on lower tiers. Owns start, stop, accepting and the process's own settings (signals, collector,
-descriptors); requests are `connections`, decisions are `store`.
+What can be refused is refused before anything is touched, and nobody can connect before the lower tiers are recovered.
+Owns start, stop, accepting and the process's own settings (signals, garbage collector, descriptors). `connections`
+handles requests, `store` decides.
 
 Threading: one event loop; the arena's and the mover's threads talk to it only by `call_soon_threadsafe`.
 """
@@ -58,12 +58,12 @@ try:
     import uvloop
 
     new_event_loop = uvloop.new_event_loop
-except ImportError:  # not on every platform; asyncio's own loop does the same, slower
+except ImportError:  # it is not available everywhere; asyncio's own loop is slower
     new_event_loop = asyncio.new_event_loop
 
 logger = logging.getLogger("kvtally.store")
 
-DRAIN_TIMEOUT_S = 5.0  # for objects on their way to lower tiers, when the store is told to stop
+DRAIN_TIMEOUT_S = 5.0  # for objects on their way to lower tiers, when the store stops
 _MOVER_STOP_TIMEOUT_S = 1.0
 _ACCEPT_PAUSE_S = 1.0  # after the process ran out of descriptors
 _ACCEPTS_PER_WAKE = 16
@@ -124,10 +124,10 @@ class StoreServer:
         self.config = config
         self.limits = limits or Limits()
         self.stopping = asyncio.Event()
-        self.failure: ConfigError | None = None  # why it stops by itself
+        self.failure: ConfigError | None = None  # why it stopped by itself
         self.hub: Hub
         self.arena: Arena
-        self.tcp_port = 0  # as bound: a configured port of 0 takes any free one
+        self.tcp_port = 0  # the port that was bound: a configured port of 0 takes any free one
         self.admin_port = 0
         self._open_tiers = open_tiers
         self._allowed_uids = allowed_uids or frozenset({os.geteuid(), 0})
@@ -136,7 +136,7 @@ class StoreServer:
 
     async def __aenter__(self) -> StoreServer:
         check(self.config)
-        async with contextlib.AsyncExitStack() as stack:  # undoes a start that fails half way
+        async with contextlib.AsyncExitStack() as stack:  # undoes a start that fails halfway
             await self._start(stack)
             self._stack = stack.pop_all()
         return self
@@ -145,7 +145,7 @@ class StoreServer:
         await self._stack.aclose()
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
-        """Each stage registers how it is undone, so that stopping is the same list read backwards."""
+        """Each stage registers how to undo it, so stopping is the same list backwards."""
         config, loop = self.config, asyncio.get_running_loop()
         endpoint = UnixEndpoint(config.socket)
         stack.callback(endpoint.close)
@@ -155,7 +155,7 @@ class StoreServer:
 
         self.arena = Arena(config.memory_bytes)
         stack.callback(self.arena.close)
-        tiers = self._open_tiers(config)  # the last that may be refused: only now memory is taken, and a word is said
+        tiers = self._open_tiers(config)  # the last stage that may refuse: memory is taken only after it
         self.arena.populate(lambda failure: loop.call_soon_threadsafe(self._populated, started_ns, failure))
         huge_pages = "huge pages" if self.arena.huge_pages else "4 KiB pages"
         logger.info("arena of %s, %s, pre-faulting in the background", human_size(self.arena.size_bytes), huge_pages)
@@ -211,7 +211,7 @@ class StoreServer:
             seconds = (time.monotonic_ns() - started_ns) / 1e9
             logger.info("arena of %s pre-faulted in %.1f s", human_size(self.arena.size_bytes), seconds)
             return
-        # Going on would be worse: a client that touches a page for which there is no memory is killed by SIGBUS.
+        # Continuing would be worse: a client that touches a page without memory behind it is killed by SIGBUS.
         logger.error("%s", failure)
         self.failure = failure
         self.stopping.set()
@@ -228,12 +228,12 @@ class StoreServer:
         for tier in tiers:
             try:
                 tier.close()
-            except TierError as error:  # a cache's last sync: what it lost is a miss after the next start
+            except TierError as error:  # only the last sync of a cache: what it lost is a miss after the next start
                 logger.warning("tier %s was not closed in order: %s", tier.name, error)
 
 
 class Front(ABC):
-    """Accepts on one listening socket. Who is admitted counts as a stranger from then on, also before TLS is agreed."""
+    """Accepts on one listening socket. A peer counts as a stranger from here on, even before TLS is negotiated."""
 
     def __init__(
         self, hub: Hub, listener: socket.socket, hello_timeout_s: float, tls: ssl.SSLContext | None = None
@@ -250,7 +250,7 @@ class Front(ABC):
         self._loop.remove_reader(self._listener)
         self._listener.close()
         for task in self._tasks:
-            task.cancel()  # nobody waits for a peer that does not shake hands
+            task.cancel()  # do not wait for a peer that does not finish its handshake
         if self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -264,7 +264,7 @@ class Front(ABC):
                 peer, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no descriptors or memory left: the listener stays readable, so look away
+            except OSError as error:  # no descriptors or memory left; the listener stays readable, so stop watching it
                 logger.error("cannot accept a connection: %s", error)
                 self._loop.remove_reader(self._listener)
                 self._loop.call_later(_ACCEPT_PAUSE_S, self._resume)
@@ -274,23 +274,23 @@ class Front(ABC):
                 self._hand_over(peer, self._admit(peer))
             except KVTallyError as error:
                 self._refuse(peer, error)
-            except OSError:  # it went away, or there is no descriptor left for its pipe
+            except OSError:  # it left, or there is no descriptor for its pipe
                 peer.close()
 
     @abstractmethod
     def _admit(self, peer: socket.socket) -> Connection:
-        """Who this is. Raises KVTallyError to have it refused."""
+        """The connection for this peer. Raises KVTallyError to refuse it."""
 
     def _refuse(self, peer: socket.socket, error: KVTallyError) -> None:
         self._hub.ended[error.code] += 1
         logger.info("connection refused: %s", error)
-        if self._tls is None:  # else nothing can be said before hands were shaken
+        if self._tls is None:  # with TLS, nothing can be said before the handshake
             with contextlib.suppress(OSError):
                 peer.send(encode(Refused(0, error.code, error.message, error.remedy)))
         peer.close()
 
     def _hand_over(self, peer: socket.socket, connection: Connection) -> None:
-        """Let the loop have the socket."""
+        """Hand the socket over to the loop."""
         task = connection.handover = self._loop.create_task(self._take_over(peer, connection))
         self._tasks.add(task)
         task.add_done_callback(partial(self._taken_over, peer, connection))
@@ -301,22 +301,22 @@ class Front(ABC):
             await self._loop.connect_accepted_socket(
                 lambda: connection, peer, ssl=self._tls, ssl_handshake_timeout=timeout_s
             )
-        except OSError:  # it went away, or does not speak TLS
+        except OSError:  # it left, or does not speak TLS
             self._let_go(peer, connection)
 
     def _taken_over(self, peer: socket.socket, connection: Connection, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if task.cancelled():  # the store stops, or it made way: in the middle of it, or before it had begun
+        if task.cancelled():  # the store stops, or the connection made way
             self._let_go(peer, connection)
 
     def _let_go(self, peer: socket.socket, connection: Connection) -> None:
-        """The loop never got the socket."""
+        """Close a socket that the loop never took over."""
         self._hub.ungreeted.pop(connection, None)
         peer.close()
 
 
 class TcpFront(Front):
-    """Accepts on the TCP port: everybody, to be asked for the token's proof."""
+    """Accepts everybody on the TCP port, and asks for the token's proof."""
 
     def _admit(self, peer: socket.socket) -> Connection:
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -326,7 +326,7 @@ class TcpFront(Front):
 
 
 class UnixFront(Front):
-    """Accepts on the unix socket: checks the user, hands out the arena, watches whether the process still lives."""
+    """Accepts on the unix socket: checks the user, hands out the arena, and watches the process through a pipe."""
 
     def __init__(self, hub: Hub, endpoint: UnixEndpoint, allowed_uids: frozenset[int], hello_timeout_s: float) -> None:
         self._endpoint = endpoint
@@ -342,7 +342,7 @@ class UnixFront(Front):
             os.close(pipe)
 
     def _admit(self, peer: socket.socket) -> Connection:
-        """Greet the peer: this must happen before the loop has its socket, which cannot send descriptors."""
+        """Greet the peer. The loop cannot send descriptors, so this happens before it takes the socket over."""
         uid = peer_uid(peer)
         if uid not in self._allowed_uids:
             raise IncompatibleError(
@@ -370,7 +370,7 @@ class UnixFront(Front):
     def _pipe_readable(self, pipe: int) -> None:
         try:
             if os.read(pipe, 4096):
-                return  # nobody is meant to write there; it means nothing
+                return  # nobody should write there; ignore it
         except BlockingIOError:
             return
         self._loop.remove_reader(pipe)
@@ -401,7 +401,7 @@ def _recover(store: Store, tiers: Sequence[Tier]) -> None:
 
 
 async def _finish_writes(mover: Mover, written: asyncio.Event) -> None:
-    """Let what was committed reach the lower tiers, within reason."""
+    """Wait, for a while, until what was committed has reached the lower tiers."""
     written.clear()
     if mover.unwritten == 0:
         return
@@ -413,8 +413,8 @@ async def _finish_writes(mover: Mover, written: asyncio.Event) -> None:
 
 
 def _settle_collector() -> None:
-    """The index is millions of long-lived objects without cycles; walking them all, as a full collection does, would
-    stop the store for as long as it takes to answer a thousand requests. So the collector looks at them no more."""
+    """Keep the garbage collector away from the index: millions of long-lived objects without cycles. A full collection
+    walks over all of them, and would stop the store for as long as a thousand requests take."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 1_000)

@@ -2,8 +2,8 @@
 
     want ─▶ planner ─▶ pump: arena pieces, ReadJob ─▶ read: resident, or a reason ─▶ the leases that await nothing more
 
-Several leases may wait for one object: it is read once. What nobody waits for any more is given up at once, unless its
-read has begun. Owns what is on its way; what a lease promises is for `leases`.
+Several leases may wait for one object, which is read once. An object that no lease waits for any more is given up,
+unless its read has begun. Owns the objects on their way up; what a lease promises is up to `leases`.
 Neighbours: `leases` (left), `lower` (what cannot be read is taken out), `mover` (right: carries ReadJobs out and
 verifies). No I/O.
 """
@@ -32,10 +32,10 @@ class Rising:
     """One object on its way up; several leases may wait for it."""
 
     tier: int
-    leases: dict[int, Lease] = field(default_factory=dict)  # by id: a thousand requests may share a prefix
+    leases: dict[int, Lease] = field(default_factory=dict)  # by id, because a thousand requests may share a prefix
     pieces: tuple[Piece, ...] = ()
     is_reading: bool = False
-    is_probe: bool = False  # read to measure the tier, unless somebody comes to wait for it
+    is_probe: bool = False  # read only to measure the tier, until a lease waits for it
 
 
 class Staging:
@@ -50,7 +50,7 @@ class Staging:
         self._reading: dict[int, Part] = {}  # ReadJob -> what it brings up
 
     def source(self, node: Node, bit: int, readable: Sequence[int]) -> int:
-        """Which of these tiers an object that is not in the arena is read from; 0: none."""
+        """The first of these tiers that holds the object; 0 if none does. Ask only for what is not in the arena."""
         for tier in readable:
             if self._residency.tier_mask(node, tier) >> bit & 1:
                 return tier
@@ -66,7 +66,7 @@ class Staging:
         rising = self._rising.get(key)
         if rising is None:
             tier = self.source(node, bit, readable)
-            assert tier  # the hit was found through this very tier
+            assert tier  # the hit was found because of this tier
             rising = self._rising[key] = Rising(tier)
             self._residency.pin(node)
         rising.leases[lease.id] = lease
@@ -75,7 +75,7 @@ class Staging:
         self._planner.ask(rising.tier, key, self._residency.length_bytes(node, bit), lease.id)
 
     def hasten(self, lease: Lease) -> None:
-        """The lease's place in the order has improved."""
+        """The lease has moved forward in the order: what it awaits moves with it."""
         for node, bit in lease.awaited:
             size_bytes = self._residency.length_bytes(node, bit)
             self._planner.ask(self._rising[node, bit].tier, (node, bit), size_bytes, lease.id)
@@ -103,7 +103,7 @@ class Staging:
         self._context.jobs.append(job)
 
     def probe(self, tier: int, keys: Iterable[Part], now_ns: int) -> None:
-        """Read a few objects that nobody waits for, to know how fast the tier is. Only an idle tier, only free room."""
+        """Read a few objects that nobody waits for, to measure the tier. Only if it is idle, only into free room."""
         if self._planner.tier_in_flight_bytes(tier):
             return
         for count, (node, bit) in enumerate(keys):
@@ -125,16 +125,16 @@ class Staging:
         length = job.record.length_bytes
         self._planner.ended(job.tier, (node, bit))
         tier.speed.ended(0 if outcome.code else length, now_ns)
-        if self._rising[node, bit].is_probe:  # it was to be measured; what is wrong with it is found when it is needed
+        if self._rising[node, bit].is_probe:  # only the time counted; damage is found when the object is needed
             self._residency.space.free(job.pieces)
             return self._end(node, bit, "")
         reason = ""
         already = self._residency.arena_mask(node) >> bit & 1
-        wanted = self._residency.tier_mask(node, job.tier) >> bit & 1  # not forgotten meanwhile
+        wanted = self._residency.tier_mask(node, job.tier) >> bit & 1  # not forgotten while it was read
         if outcome.code or already or not wanted:
             self._residency.space.free(job.pieces)
         if not wanted and not already:
-            reason = MissReason.ABSENT  # forgotten while it was on its way: no fault of the tier
+            reason = MissReason.ABSENT  # it was forgotten while it was read, which is not the tier's fault
         if outcome.code and wanted:
             reason = self._read_failed(job, outcome.code, node, bit, now_ns)
         elif not outcome.code:
@@ -151,8 +151,10 @@ class Staging:
         return self._end(node, bit, reason)
 
     def _read_failed(self, job: ReadJob, code: str, node: Node, bit: int, now_ns: int) -> str:
-        """What cannot be read is dropped, or it would be found, and not saved anew, for ever. Only where the whole tier
-        fails, what was on its way when that was noticed stays: it is likely to be there when the tier is back."""
+        """Drop an object that cannot be read. If it stayed in the index, it would be found and never saved again.
+
+        Objects that were being read when the whole tier began to fail stay: they are probably there when it recovers.
+        """
         tier = self._context.tiers[job.tier - 1]
         tier.counts.errors[code] += 1
         reason = MissReason.STAGING_FAILED
@@ -170,7 +172,7 @@ class Staging:
         return reason
 
     def _end(self, node: Node, bit: int, reason: str) -> list[Lease]:
-        """An object is up, or will not come. The leases that awaited nothing else."""
+        """An object is in the arena, or will not come. Returns the leases that awaited nothing else."""
         rising = self._rising.pop((node, bit))
         has_left = not self._residency.tier_mask(node, rising.tier) >> bit & 1
         for lease in rising.leases.values():
@@ -183,7 +185,7 @@ class Staging:
         return [lease for lease in rising.leases.values() if not lease.awaited]
 
     def forget(self, lease: Lease, still: frozenset[Part] = frozenset()) -> None:
-        """The lease no longer waits, but for `still`: what nobody else waits for is given up."""
+        """The lease no longer waits, except for `still`. Give up what no other lease waits for."""
         for key in lease.awaited - still:
             rising = self._rising[key]
             del rising.leases[lease.id]

@@ -60,11 +60,11 @@ from kvtally.wire.stats import ArenaStats, ClientStats, NamespaceStats, Quaranti
 
 __all__ = ["Health", "Store", "TierInfo"]
 
-LONGEST_NAME = 200  # characters of what a peer calls itself or its model, in stats: all of them must fit into one frame
+LONGEST_NAME = 200  # characters of a client's or a model's name in stats, all of which must fit into one frame
 
 
 class Health(NamedTuple):
-    """What a probe asks for: all of it at hand, however much the store holds."""
+    """What a health check asks for. Cheap, however much the store holds."""
 
     uptime_s: float
     tiers: dict[str, str]  # name -> state
@@ -113,7 +113,7 @@ class Store:
         return self._last_session
 
     def disconnect(self, session_id: int, now_ns: int) -> None:
-        """The socket closed: leases and open puts are gone; slots that may still be written to wait in limbo."""
+        """The socket closed: leases and open puts end, and slots that may still be written to go to limbo."""
         session = self._context.sessions[session_id]
         self._receipts.disconnect(session)
         self._lookups.disconnect(session)
@@ -123,13 +123,13 @@ class Store:
         self._follow_up(now_ns)
 
     def writer_gone(self, session_id: int, now_ns: int) -> None:
-        """The process behind a session is gone for certain: what it might have written to may be used again."""
+        """The process behind a session is gone for certain, so its slots in limbo may be reused."""
         self._puts.writer_gone(session_id)
 
     # ---- requests
 
     def handle(self, session_id: int, request: Request, now_ns: int) -> None:
-        """Carry out one request. Its reply is in the outbox, now or when what it waits for has happened."""
+        """Carry out one request. Its reply goes to the outbox, now or when what it waits for has happened."""
         session = self._context.sessions[session_id]
         if isinstance(request, Hello):
             self._hello(session, request)
@@ -235,7 +235,7 @@ class Store:
         self._lower.recover(tier, record)
 
     def probe(self, now_ns: int) -> None:
-        """Before serving: have a few objects of each lower tier read, to know how fast it is."""
+        """Before serving: read a few objects from each lower tier, to measure its speed."""
         for tier in range(1, self._residency.tiers):
             families = self._residency.families.values()
             nodes = (node for family in families for node in reversed(family.nodes.values()))
@@ -255,7 +255,7 @@ class Store:
         self._follow_up(now_ns)
 
     def _follow_up(self, now_ns: int) -> None:
-        """After every event: lookups that waited for what has settled are answered, and leases get on."""
+        """After every event: answer lookups that waited for what has settled, and move leases on."""
         for node in self._puts.take_settled():
             self._lookups.settled(node, now_ns)
         self._leases.advance(now_ns)
@@ -309,7 +309,7 @@ class Store:
         return (now_ns - self._started_ns) / 1e9
 
     def stats(self, now_ns: int) -> StoreStats:
-        """Everything there is to see; `kvtally stat`, /inspect and /metrics all read this."""
+        """Everything that `kvtally stat`, /inspect and /metrics show."""
         context, counts, residency, planner = self._context, self._context.counts, self._residency, self._leases.planner
         return StoreStats(
             store=self._name,

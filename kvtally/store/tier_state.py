@@ -19,7 +19,7 @@ from kvtally.wire.stats import TierStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierInfo:
-    """A lower tier as the store sees it. One that is not enumerable is asked (`FindJob`) what it holds."""
+    """What the store must know of a lower tier. One that cannot list its objects is asked for them (`FindJob`)."""
 
     name: str
     capacity_bytes: int | None
@@ -33,41 +33,41 @@ MOST_POSTPONED = 65_536
 
 @dataclass(slots=True)
 class TierState:
-    """A lower tier: health and counters. One that fails is left alone for a while, longer each time, never for good."""
+    """One lower tier: its health and its counters."""
 
     info: TierInfo
     write_paused_until_ns: int = 0
     read_paused_until_ns: int = 0
     write_pause_ns: int = FIRST_PAUSE_NS
     read_pause_ns: int = FIRST_PAUSE_NS
-    unreadable: int = 0  # objects, since the last one that could be read
+    unreadable: int = 0  # objects in a row that could not be read
     queued_bytes: int = 0  # on their way down
     speed: Speed = field(default_factory=Speed)
     write_speed: Speed = field(default_factory=Speed)
-    counts: TierStats = field(default_factory=TierStats)  # all that is counted; the rest is filled in by `stats`
-    # Forgotten by the index, but the tier could not remove them (a full disk cannot append its journal): tried again
-    # with the next removal. Never more than the tier holds; what is not in here would be back after a restart.
+    counts: TierStats = field(default_factory=TierStats)  # counters only; `stats` fills in the rest
+    # Objects that the index has forgotten but the tier could not remove: a full disk cannot append to its journal. They
+    # are tried again with the next removal, because a restart would bring them back. Never more than the tier holds.
     unremoved: dict[ObjectKey, None] = field(default_factory=dict)
-    removing: int = 0  # RemoveJobs that are not done
-    retrying: set[int] = field(default_factory=set)  # those among them that are to take out what was in `unremoved`
-    # Committed faster than the tier writes, or while it failed: written when their turn comes, if they are in the arena
-    # then. The value counts how often the device was found failing with this object.
+    removing: int = 0  # RemoveJobs under way
+    retrying: set[int] = field(default_factory=set)  # those of them that try again to remove what was in `unremoved`
+    # Objects that were committed faster than the tier writes, or while it failed. They are written later, if they are
+    # still in the arena. The value counts how often the device was found failing with this object.
     postponed: dict[tuple[Node, int], int] = field(default_factory=dict)
 
     def readable(self, now_ns: int) -> bool:
-        """Whether it is worth asking now. One that hangs is asked for nothing more until something comes."""
+        """Whether to read from it now. A tier that hangs gets no more reads until one of them ends."""
         return now_ns >= self.read_paused_until_ns and not self.speed.is_stuck(now_ns)
 
     def writable(self, now_ns: int) -> bool:
         return now_ns >= self.write_paused_until_ns
 
     def read_failed(self, now_ns: int) -> None:
-        if self.readable(now_ns):  # else a job of the same incident, begun before the pause: not one more reason
+        if self.readable(now_ns):  # otherwise this job began before the pause and belongs to the same incident
             self.read_paused_until_ns = now_ns + self.read_pause_ns
             self.read_pause_ns = min(2 * self.read_pause_ns, LONGEST_PAUSE_NS)
 
     def object_unreadable(self, now_ns: int) -> None:
-        """One may be a bad sector and costs only itself; from the second in a row on it is the device."""
+        """One unreadable object may be a bad sector. Two in a row mean that the device fails."""
         self.unreadable += 1
         if self.unreadable > 1:
             self.read_failed(now_ns)
@@ -78,7 +78,7 @@ class TierState:
 
     @property
     def has_unremoved(self) -> bool:
-        """Whether it may hold what the index has forgotten because a removal failed."""
+        """Whether it may still hold objects that the index has forgotten, because a removal failed."""
         return bool(self.unremoved or self.retrying)
 
     def postpone(self, node: Node, bit: int, failures: int = 0) -> None:
@@ -88,7 +88,7 @@ class TierState:
             self.counts.dropped += 1
 
     def stats(self, now_ns: int, *, used_bytes: int, objects: int, evicted: int) -> TierStats:
-        """All there is to see of it now."""
+        """Everything to be shown of it now."""
         return structs.replace(
             self.counts,
             name=self.info.name,

@@ -32,13 +32,13 @@ def fits(message: Request | Reply, limit_bytes: int) -> bool:
 
 
 class FrameReader(Generic[T]):
-    """Collects bytes and yields whole messages of type `T`. After an error the connection is to be closed."""
+    """Collects bytes and yields whole messages of type `T`. After an error, close the connection."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[T], limit_bytes: int) -> None:
         self._decoder = decoder
         self.limit_bytes = limit_bytes
         self._buffer = bytearray()
-        self._start = 0  # of what was not taken yet
+        self._start = 0  # of the bytes that were not taken yet
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[T]:
         """Add received bytes; return the messages they complete."""
@@ -50,7 +50,7 @@ class FrameReader(Generic[T]):
         self._buffer += data
 
     def take(self, most: int) -> list[T]:
-        """The next whole messages, so many at most. Only these are decoded."""
+        """The next whole messages, at most so many. No others are decoded."""
         buffer, start = self._buffer, self._start
         messages: list[T] = []
         while len(messages) < most and len(buffer) - start >= _LENGTH.size:
@@ -66,7 +66,7 @@ class FrameReader(Generic[T]):
                 break
             messages.append(self._decode(bytes(buffer[start + _LENGTH.size : end])))
             start = end
-        if start > len(buffer) // 2:  # not each time: what is left would be moved again and again
+        if start > len(buffer) // 2:  # not each time, or the rest would be moved again and again
             del buffer[:start]
             start = 0
         self._start = start

@@ -10,7 +10,7 @@ SECOND_NS = 1_000_000_000
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Sent to every client in the greeting, so that a client can refuse to send what the store would refuse to take."""
+    """Sent to every client in the greeting, so that clients do not send what the store would refuse."""
 
     frame_bytes: int = 4 * MIB  # one message, either way
     object_bytes: int = 64 * MIB  # one object
@@ -27,7 +27,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     lease_ns: int = 60 * SECOND_NS  # the longest a lease or an open put may live without renewal
     wait_ns: int = 60 * SECOND_NS  # the longest a lookup may wait for pending objects
     staging_bytes: int = 0  # bytes being read from lower tiers at once; 0: a quarter of the arena
-    # Bytes queued, and held, for one lower tier, at most a quarter of the arena; what is beyond that waits.
+    # Bytes queued for one lower tier, which are held in the arena: at most a quarter of it. Other objects wait.
     write_behind_bytes: int = 256 * MIB
     receipts: int = 16_384
     receipt_ns: int = 600 * SECOND_NS

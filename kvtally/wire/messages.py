@@ -33,7 +33,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class MissReason(StrEnum):
-    """Why less than the whole prompt was reused. The one list of reasons, in metrics, receipts and doctor alike."""
+    """Why less than the whole prompt was reused. The one list of reasons, for metrics, receipts and people."""
 
     ABSENT = "absent"  # nobody saved it, or it was evicted
     STATE_ABSENT = "state_absent"  # attention is there, the recurrent state (or window) at that boundary is not
@@ -46,7 +46,7 @@ class MissReason(StrEnum):
     STORE_UNREACHABLE = "store_unreachable"
     DEADLINE = "deadline"
     REFUSED = "refused"
-    FOREIGN_STORE = "foreign_store"  # handed over through another store than this engine's
+    FOREIGN_STORE = "foreign_store"  # handed over through a store that is not this engine's
     FOREIGN_NAMESPACE = "foreign_namespace"  # handed over by an engine whose bytes this one cannot read
     OTHER_TOKENS = "other_tokens"  # prefill and decode saw different tokens
     SLOW_TIER = "slow_tier"  # loading it would have taken longer than computing it
@@ -61,7 +61,7 @@ class Greeting(Message, frozen=True, tag="greeting"):
 
     protocol: int
     version: str
-    store: str  # a fresh random name for each store process: a new one means that everything believed is void
+    store: str  # a random name for each store process; with a new one, everything known before is void
     arena_bytes: int
     verify_reads: bool
     limits: Limits
@@ -76,7 +76,7 @@ class Hello(Message, frozen=True, tag="hello"):
     client: str  # for people: shown by `kvtally stat`
     namespace: bytes = b""  # canonical description (core.namespace.canonical)
     expect: bytes = (
-        b""  # digest that the namespace must have (a P/D peer's): refused with the differing fields otherwise
+        b""  # digest that the namespace must have (a P/D peer's); refused otherwise, with the differing fields
     )
     proof: bytes = b""  # TCP only: keyed blake3 of the nonce
 
@@ -88,7 +88,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """The typed no: to a request, or (id 0) to the connection, which is then closed."""
+    """A refusal of one request, or (id 0) of the connection, which is then closed."""
 
     id: int
     code: str
@@ -102,7 +102,7 @@ class Refused(Message, frozen=True, tag="refused"):
 class Lookup(Message, frozen=True, tag="lookup"):
     """Up to which boundary of this prompt can all groups be served? One round trip for a whole prompt.
 
-    With `hold` everything the hit needs is leased and, where it lies in a lower tier, staged into the arena.
+    With `hold`, everything that the hit needs is leased and, if it lies in a lower tier, staged into the arena.
     """
 
     id: int
@@ -111,18 +111,18 @@ class Lookup(Message, frozen=True, tag="lookup"):
     limit_tokens: int  # the hit may not be longer (tokens - 1)
     alignment_tokens: int = 1
     have: PerGroup = []  # tokens the engine holds already (see core.hits)
-    wait_ms: int = 0  # wait so long for pending objects that would lengthen the hit
+    wait_ms: int = 0  # how long to wait for pending objects that would lengthen the hit
     hold: bool = False
     lease_ms: int = 0  # 0: the longest allowed
     priority: int = 0  # of the request; a smaller one goes first
-    ahead: int = 0  # requests that the engine has yet to begin before this one
+    ahead: int = 0  # requests that the engine begins before this one
     early: bool = False  # the engine has not come to this request yet; it says `Wanted` when it has
-    prefill_tokens_s: int = 0  # what the engine computes in a second, to be weighed against loading; 0: load anyway
-    slots: bool = False  # say with the answer where the objects of rank 0 lie, if all of them are in the arena
+    prefill_tokens_s: int = 0  # what the engine computes in a second, to be compared with loading; 0: load anyway
+    slots: bool = False  # include where the objects of rank 0 lie, if all of them are in the arena
 
 
 class Slot(Message, frozen=True, tag="slot"):
-    """One leased object: which it is, where it lies in the arena, and what its bytes must add up to."""
+    """One leased object: which it is, where it lies in the arena, and its checksum."""
 
     index: int  # boundary index of the lookup
     group: int
@@ -144,7 +144,7 @@ class Found(Message, frozen=True, tag="found"):
     ] = []  # per group: bit i (LSB first) is set where the object at boundary i exists on every rank
     tails: list[int] = []  # where tails end that may continue the prompt, in tokens beyond the hit
     reason: str = ""  # why the hit is not longer (a MissReason; empty where it reached the last boundary asked for)
-    arena_tokens: int = 0  # of the hit: tokens whose objects were in the arena already
+    arena_tokens: int = 0  # of the hit: tokens whose objects were already in the arena
     slots: list[Slot] = []  # if asked for and held; none while `staging`
 
 
@@ -166,7 +166,7 @@ class Staged(Message, frozen=True, tag="staged"):
 class Wanted(Message, frozen=True, tag="wanted"):
     """The engine has come to a request that was looked up early: it waits from now on. Answered by `Done`.
 
-    What is still to be staged goes before what is early, or is left where computing it is faster.
+    What is still to be staged now goes before early requests, or is given up if computing it is faster.
     """
 
     id: int
@@ -248,7 +248,7 @@ class PutSlots(Message, frozen=True, tag="put_slots"):
 
 
 class PutEnd(Message, frozen=True, tag="put_end"):
-    """Commit and abort. Only after this does the client stop touching those slots: it is also its word that it has."""
+    """Commit and abort. By sending this, a client promises that it no longer touches those slots."""
 
     id: int
     commit: Annotated[list[tuple[int, int]], MOST_ITEMS] = []  # put, checksum
@@ -305,7 +305,7 @@ class Reset(Message, frozen=True, tag="reset"):
 
 
 class ResetDone(Message, frozen=True, tag="reset_done"):
-    """Forgotten, and removed from every tier. `Refused` instead where a tier has not removed it."""
+    """Forgotten, and removed from every tier. If a tier has not removed it, the answer is `Refused`."""
 
     id: int
     objects: int

@@ -29,7 +29,7 @@ from kvtally.errors import TierError
 
 
 class ObjectRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """All there is to know of one object beside its bytes: enough to rebuild the index from a tier alone."""
+    """Everything about one object except its bytes: enough to rebuild the index from a tier alone."""
 
     namespace: Namespace
     chain: bytes
@@ -47,7 +47,7 @@ class ObjectRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoRoomError(TierError):
-    """No place for an object among those a tier holds, whatever its device has free: to take others out helps."""
+    """The tier has no room for an object. Removing others helps, unlike on a device that is full of other files."""
 
     default_code = "KV-601"
 
@@ -65,7 +65,7 @@ class Tier(Protocol):
     def write(self, record: ObjectRecord, source: Sequence[memoryview]) -> None:
         """Keep the concatenation of `source` under `record.key`, replacing what was there: all of it or nothing.
 
-        Raises NoRoomError where the tier's own bounds leave no room, TierError KV-601 when the device is full, KV-602
+        Raises NoRoomError if the tier's own bounds leave no room, TierError KV-601 when the device is full, KV-602
         when it cannot be written.
         """
 
@@ -83,7 +83,7 @@ class Tier(Protocol):
         """Forget these objects. Unknown keys are ignored."""
 
     def find(self, keys: Sequence[ObjectKey]) -> list[ObjectRecord | None]:
-        """What is held under each of these keys. The store asks only tiers whose `recover` cannot enumerate."""
+        """What is held under each of these keys. The store asks only tiers whose `recover` yields nothing."""
 
     def close(self) -> None:
         """Flush and let go of every resource. Idempotent."""

@@ -47,12 +47,12 @@ from kvtally.store.tiers.journal import (
     seal,
 )
 
-# One part in so many is kept free beyond what the store may fill: in a file that is full to the last byte the holes are
-# so small that hardly any large object fits into MAX_PIECES of them.
+# This part of the file (one in so many) stays free. In a file that is full to the last byte, the holes are so small
+# that hardly any large object fits into MAX_PIECES of them.
 SPARE_PART = 32
-COMPACTION_SLACK = 10_000  # dead records that a journal may hold beyond one for each live object
-# Between two steps a reader hands the interpreter over to another one. Smaller steps would still be in the processor's
-# cache when `landed` hashes them, but what is gained there is lost on hand-overs (measured: 0.68 and 0.95 of a preadv).
+COMPACTION_SLACK = 10_000  # dead records that a journal may hold, beside one for each live object
+# Between two steps a reader hands the interpreter to another thread. Smaller steps would still be in the processor's
+# cache when `landed` hashes them, but that gain is lost on hand-overs (measured: 0.68 and 0.95 of a preadv).
 READ_STEP_BYTES = 2 * 1024 * 1024
 
 
@@ -109,7 +109,7 @@ class DiskTier:
         with translate_errors("read its journal"):
             journal = device.read_journal(0, None)
         self._held = replay(journal, device.identity, capacity_bytes)
-        # For `recover`, which must not fail where opening did not: until it was called, or something was written.
+        # Kept for `recover`, which must not fail if opening did not, until it is called or something is written.
         self._as_opened: tuple[bytes, dict[bytes, bytes]] | None = (journal, self._held.objects)
         self.name = "disk"
         space_bytes = self._held.space.capacity_bytes
@@ -118,7 +118,7 @@ class DiskTier:
         self._lock = threading.Lock()
         self._journal_lock = threading.Lock()
         if self._held.dropped.keys() - {Dropped.TORN}:
-            self._compact()  # so that what was dropped today is not found again tomorrow
+            self._compact()  # so that what was dropped now is not found again after the next start
         self._compact_when_due()
 
     @property
@@ -226,7 +226,7 @@ class DiskTier:
         with translate_errors("write its journal"):
             self._device.write_journal(self._held.journal_end, records)
         self._as_opened = None
-        self._held.journal_end += len(records)  # only now: records written in part are cut off by the next append
+        self._held.journal_end += len(records)  # only now: the next append cuts off records that were written in part
 
     def _find(self, key: ObjectKey) -> ObjectRecord | None:
         with self._lock:
@@ -244,9 +244,9 @@ class DiskTier:
             self._compact()
 
     def _compact(self) -> None:
-        """Rewrite the journal with live records only. To fail costs nothing but the journal's length."""
+        """Rewrite the journal with live records only. If that fails, the journal stays long; nothing is lost."""
         held = self._held
-        held.dead = 0  # also where it fails: the next attempt comes after as many dead records again
+        held.dead = 0  # also if this fails: the next attempt comes after as many dead records again
         used = {key[:PREFIX_BYTES] for key in held.objects}
         namespaces = {prefix: namespace for prefix, namespace in held.namespaces.items() if prefix in used}
         head = b"".join(2 * seal(NAMESPACE, canonical(known), self._device.identity) for known in namespaces.values())
@@ -264,7 +264,7 @@ class DiskTier:
         yield head
         for place in self._held.objects.values():
             length_bytes = put_bytes(place)
-            # A record that rotted away keeps its length: those behind it must lie where they are looked for.
+            # A damaged record keeps its length, so that the records behind it are where they should be.
             yield self._device.read_journal(position_of(place), length_bytes).ljust(length_bytes, b"\0")
 
 

@@ -36,7 +36,7 @@ FORMAT_VERSION = 1  # of the directory, the data file and the journal
 IOVEC_MAX = 1024
 CLOSED = -1  # a file descriptor that the kernel itself refuses (EBADF)
 FILES = frozenset({"lock", "format.json", "format.json.new", "data", "journal", "journal.new"})
-PAGE_BYTES = 4096  # of the page cache; direct reads must be multiples of it, no device asks for more
+PAGE_BYTES = 4096  # of the page cache; direct reads must be multiples of it, and no device needs more
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 
@@ -44,7 +44,7 @@ def open_disk(directory: Path, capacity_bytes: int) -> DiskTier:
     """The disk tier in `directory`, which is made if absent. Refusing it (KV-1xx, KV-2xx) leaves it untouched."""
     try:
         volume = os.statvfs(next(path for path in (directory, *directory.absolute().parents) if path.exists()))
-        volume_bytes = volume.f_blocks * volume.f_frsize  # 0 where a file system does not tell
+        volume_bytes = volume.f_blocks * volume.f_frsize  # 0 if the file system does not say
         if not GRANULE_BYTES <= capacity_bytes <= (volume_bytes or capacity_bytes):
             raise impossible_size(
                 capacity_bytes, f"Choose from {GRANULE_BYTES} to {volume_bytes}, all of {directory}'s volume."
@@ -68,14 +68,14 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_format(directory: Path) -> Format | None:
-    """What `directory` says it is; None where it is absent, empty, or was left while being set up. Changes nothing.
+    """The format of a directory; None if it is absent, empty, or its setup was never finished. Changes nothing.
 
-    A blank format.json is what a power loss can leave of one that was never synced. What else such a directory holds is
-    lost with the id: under a new one no record of its journal verifies.
+    After a power loss, a format.json that was never synced may be blank. The rest of such a directory is lost with its
+    id: under a new one, no record of the journal verifies.
     """
     names = set(os.listdir(directory)) if directory.exists() else set()
     if "format.json" not in names:
-        if names - {"lock", "format.json.new", "lost+found"}:  # an empty volume of its own has a lost+found
+        if names - {"lock", "format.json.new", "lost+found"}:  # an empty volume has a lost+found
             raise _unusable(directory, "it holds files that are not a store's")
         return None
     content = (directory / "format.json").read_bytes()
@@ -93,7 +93,7 @@ def read_format(directory: Path) -> Format | None:
 
 
 class Bounce(threading.local):
-    """Each reader's own memory for direct reads, in one huge page where there are any: a device fills that in a few
+    """Each reader's own memory for direct reads. In one huge page, if there are any: a device fills that in a few
     pieces, and the arena's small pages in hundreds."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class FileDevice:
             self._data_fd = self._open("data")
             with suppress(OSError):  # a file system without direct reads
                 self._direct_fd = os.open(directory / "data", os.O_RDONLY | os.O_DIRECT)
-                os.posix_fadvise(self._data_fd, 0, 0, os.POSIX_FADV_RANDOM)  # `_is_cached` asks for nothing more
+                os.posix_fadvise(self._data_fd, 0, 0, os.POSIX_FADV_RANDOM)  # so that `_is_cached` reads nothing else
             if os.fstat(self._data_fd).st_size > capacity_bytes:
                 os.ftruncate(self._data_fd, capacity_bytes)
             self._journal_fd = self._open("journal")
@@ -167,8 +167,8 @@ class FileDevice:
             os.close(fd)
 
     def preadv(self, target: Sequence[memoryview], offset: int) -> int:
-        """What the page cache has is taken from there, the rest past it: the arena is the cache. A second one takes
-        memory and time, and its read-ahead is too short for a fast disk."""
+        """Read from the page cache what it has, and the rest past it. The arena is the cache: a second one takes memory
+        and time, and its read-ahead is too short for a fast disk."""
         views = list(target)
         done = 0
         if self._direct_fd != CLOSED and not self._is_cached(offset, sum(map(len, views))):
@@ -176,7 +176,7 @@ class FileDevice:
         return done + _transfer(os.preadv, self._data_fd, views, offset + done)
 
     def _is_cached(self, offset: int, length: int) -> bool:
-        """Whether its first and its last page are."""
+        """Whether the first and the last page of these bytes are in the page cache."""
         try:
             return all(
                 os.preadv(self._data_fd, [self._bounce.page], at // PAGE_BYTES * PAGE_BYTES, os.RWF_NOWAIT)
@@ -186,13 +186,13 @@ class FileDevice:
             return False
 
     def _read_direct(self, fd: int, views: list[memoryview], offset: int) -> int:
-        """As much of the first view as a direct read can bring; 0 where none can."""
+        """Fill as much of the first view as one direct read can; 0 if direct reads do not work here."""
         bounce, size = self._bounce.bytes, min(len(views[0]), READ_STEP_BYTES)
         if offset % PAGE_BYTES:
             return 0
         try:
             count = os.preadv(fd, [bounce[: -(-size // PAGE_BYTES) * PAGE_BYTES]], offset)
-        except OSError:  # what is really wrong, the next read will tell
+        except OSError:  # the next, ordinary read will say what is wrong
             return 0
         count = min(count, size)
         np.copyto(np.frombuffer(views[0], dtype=np.uint8)[:count], bounce[:count])
@@ -238,7 +238,7 @@ class FileDevice:
         return os.open(self._directory / name, os.O_RDWR | os.O_CREAT | flags, 0o600)
 
     def _require_present(self) -> None:
-        """Notice files that were deleted or replaced: what is written to them would be gone after a restart."""
+        """Raise OSError if a file was deleted or replaced: what is written to it would be gone after a restart."""
         for name, opened in self._opened.items():
             if not os.path.samestat(os.stat(os.path.join(self._directory, name)), opened):
                 raise FileNotFoundError(errno.ENOENT, "replaced by another file", name)

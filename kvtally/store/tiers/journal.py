@@ -7,9 +7,9 @@
 Owns these formats and the reading of a journal that may hold anything. Does not know files, nor when a record is
 written and the journal rewritten: that is `disk`, its only user. A change of format changes `files.FORMAT_VERSION`.
 
-After a power loss a journal may hold any mixture of old and new: a damaged record is skipped (replay goes on at the
-next one that verifies, so damage stays local; a namespace's record is written twice because other records lean on it),
-and an object whose place a newer one took is dropped. A miss each.
+After a power loss a journal may hold any mixture of old and new. A damaged record is skipped: replay continues at the
+next one that verifies, so damage stays local. A namespace's record is written twice, because others depend on it. An
+object whose place a newer one took is dropped. Each of these costs a miss.
 
 Threading: pure computation; only `Contents` is changed, by the tier that owns it.
 """
@@ -56,9 +56,9 @@ class Dropped(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Contents:
-    """What a journal says, and what the tier goes on from."""
+    """What a journal says. The tier continues from there."""
 
-    # compact key -> PLACE and PIECEs, in the order of writing. Bytes: no Python object costs less for what they say.
+    # compact key -> PLACE and PIECEs, in the order of writing; as bytes, which take the least memory
     objects: dict[bytes, bytes]
     namespaces: dict[bytes, Namespace]  # by the first bytes of their digest
     space: Space
@@ -127,7 +127,7 @@ def seal(kind: int, body: bytes, seed: int) -> bytes:
 
 
 def settle(objects: dict[bytes, bytes], capacity_bytes: int, dropped: Counter[Dropped]) -> Space:
-    """The space that these objects leave free, after dropping those that cannot lie where they say."""
+    """The space that these objects leave free, after dropping objects at impossible places."""
     with suppress(ValueError):  # raised for a damaged journal, or a capacity that was lowered
         return rebuild(capacity_bytes, all_pieces(objects))
     for key, reason in impossible_places(objects, capacity_bytes).items():
