@@ -175,7 +175,7 @@ def _page(report: Report) -> str:
 def _table(findings: list[Finding]) -> list[str]:
     if not findings:
         return []
-    places = [_place(finding.evidence[0]) for finding in findings]
+    places = [_place(finding.evidence[0]).rpartition("/")[2] for finding in findings]  # whole below
     room = WIDTH - 4 - 9 - 10 - 2
     rows = ["", f"{'#':>2}  {'level':<8} {'sure':<9} finding"]
     for number, (finding, place) in enumerate(zip(findings, places, strict=True), start=1):
@@ -205,6 +205,10 @@ def _place(value: Value) -> str:
 def _wrapped(text: str, first: str = "", rest: str | None = None) -> list[str]:
     later = first if rest is None else rest
     wrapped = textwrap.wrap(
-        printable(text), WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False
+        printable(text),
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=later,
+        break_on_hyphens=False,
     )
     return wrapped or [""]

@@ -280,6 +280,13 @@ def contained(words: Sequence[Value], around: Setting) -> Parts:
     if found != Parts() or around.image is None:
         return found
     is_engine = re.search(r"vllm|llm-d-(cuda|xpu|cpu)", around.image.text.rpartition("/")[2])
-    if is_engine and words and (len(words) > 1 or words[0].text.startswith("-")):
+    if is_engine and words and _are_arguments(words):
         return Parts(instances=[engine(words, around)])
     return found
+
+
+def _are_arguments(words: Sequence[Value]) -> bool:
+    """Whether these are options of an engine, perhaps after a model's name, and no program of its own."""
+    if words[0].text.startswith("-"):
+        return True
+    return os.path.basename(words[0].text) not in _SHELLS and len(words) > 1 and words[1].text.startswith("--")

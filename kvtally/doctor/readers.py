@@ -284,7 +284,22 @@ def _read_workload(tree: Node, file: str, found: Found) -> None:
 
 
 def _read_config_map(tree: Node, file: str, found: Found) -> None:
-    """LMCache's settings may stand in one; the rest is not examined."""
+    """LMCache's settings may stand in one, or scripts that pods run; the rest is not examined."""
+    started = Parts()
+    for name, node in tree.get("data").mapping.items():
+        if name.endswith(".sh"):
+            around = Setting(
+                name=name,
+                where=Where(f"{file}:{_name(tree, file)}/{name}"),
+                place=node.start,
+                role=role_of(name),
+                has_shm=True,
+                unseen=[Value("variables of the pod that runs it", node.place)],
+            )
+            started.add(script(Value(node.text, node.start if node.keeps_lines else node.place), around))
+    if started != Parts():
+        found.parts.add(started)
+        return
     for name, node in tree.get("data").mapping.items():
         if not name.endswith((".yaml", ".yml")):
             continue
@@ -295,7 +310,9 @@ def _read_config_map(tree: Node, file: str, found: Found) -> None:
         if _LMCACHE_FILE & set(inner.mapping):
             found.lmcache[name] = {key: child.value for key, child in inner.mapping.items()}
             return
-    found.skipped.append(Skipped(tree.place, f"ConfigMap {_name(tree, file)} holds no settings of LMCache"))
+    found.skipped.append(
+        Skipped(tree.place, f"ConfigMap {_name(tree, file)} holds neither LMCache's settings nor engines")
+    )
 
 
 # ---- Kthena

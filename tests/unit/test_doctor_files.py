@@ -287,6 +287,23 @@ def test_ways_to_write_a_container(container: str) -> None:
     assert instance.connectors()[0].name == "LMCacheConnectorV1"
 
 
+def test_scripts_in_a_config_map_that_pods_run() -> None:
+    """The pods themselves name a script, and no engine."""
+    pod = "apiVersion: v1\nkind: Pod\nmetadata: {name: prefill}\nspec:\n  containers:\n"
+    pod += "  - {name: v, image: vllm-ascend, command: [/bin/bash], args: ['-c', cd /w && ./prefill.sh]}\n"
+    scripts = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: w}\ndata:\n"
+    for name in ("prefill", "decode"):
+        scripts += f"  {name}.sh: |\n    export A=1\n    vllm serve m --kv-transfer-config '{CONFIG}'\n"
+    found = read(f"{pod}---\n{scripts}", "all.yaml")
+    (deployment,) = assemble([found])
+    lines = f"{pod}---\n{scripts}".splitlines()
+    assert [each.role for each in deployment.instances] == ["prefill", "decode"]
+    for instance in deployment.instances:
+        assert "vllm serve" in lines[instance.connectors()[0].evidence.place.line - 1]
+        assert instance.unseen
+    assert [each.why for each in found.skipped] == ["Pod prefill starts no engine that doctor knows"]
+
+
 def test_roles_follow_from_the_ports_that_a_router_names() -> None:
     text = "".join(f"vllm serve m --port {port} --kv-transfer-config '{CONFIG}' &\n" for port in (1111, 2222))
     text += "kvtally route --prefill http://a:1111 --decode http://a:2222 --flavour lmcache"
