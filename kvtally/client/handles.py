@@ -118,7 +118,7 @@ class Put(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def lease_of(session: Session, request: Lookup, begun_ns: int, found: Found) -> Lease:
-    """The lease that a lookup gave. Its time counts from `begun_ns`, when it was asked for: the store's begins later."""
+    """The lease that a lookup gave. Its time begins at `begun_ns`, when it was asked for; the store's begins later."""
     longest_ns = session.limits.lease_ns
     span_ns = min(request.lease_ms * 1_000_000, longest_ns) if request.lease_ms else longest_ns
     return Lease(session=session, id=found.lease, found=found, chains=request.chains, expires_ns=begun_ns + span_ns)

@@ -87,9 +87,7 @@ class Lane(Generic[Part]):
 @dataclass(slots=True)
 class TierQueue(Generic[Part]):
     waiting: dict[Part, tuple[Rank, int]] = field(default_factory=dict)  # rank and size
-    order: list[tuple[Rank, int, Part]] = field(
-        default_factory=list
-    )  # a heap, as in Lane; the number orders a wish's parts
+    order: list[tuple[Rank, int, Part]] = field(default_factory=list)  # a heap, as in Lane; a number orders parts
     in_flight: dict[Part, int] = field(default_factory=dict)
     in_flight_bytes: int = 0
 
