@@ -195,10 +195,15 @@ class Residency:
 
     # ---- objects
 
+    def slot(self, node: Node, bit: int) -> tuple[tuple[Piece, ...], int, int]:
+        """An object in the arena: where it lies, its length and its checksum."""
+        place, length, checksum = _CELL.unpack_from(node.cells, _cell_at(node, bit))
+        pieces = self._scattered[place & ~_SCATTERED] if place & _SCATTERED else (Piece(place, length),)
+        return pieces, length, checksum
+
     def pieces(self, node: Node, bit: int) -> tuple[Piece, ...]:
-        """Where a resident object lies in the arena."""
-        place, length, _ = _CELL.unpack_from(node.cells, _cell_at(node, bit))
-        return self._scattered[place & ~_SCATTERED] if place & _SCATTERED else (Piece(place, length),)
+        """Where an object lies in the arena."""
+        return self.slot(node, bit)[0]
 
     def length_bytes(self, node: Node, bit: int) -> int:
         length: int = _CELL.unpack_from(node.cells, _cell_at(node, bit))[1]

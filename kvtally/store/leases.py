@@ -240,9 +240,9 @@ class Leases:
                     continue
                 if not self._residency.arena_mask(node) >> bit & 1:
                     return None
-                pieces = [value for piece in self._residency.pieces(node, bit) for value in piece]
-                length, checksum = self._residency.length_bytes(node, bit), self._residency.checksum(node, bit)
-                slots.append(Slot(index, bit // ranks, length, checksum, pieces))
+                pieces, length, checksum = self._residency.slot(node, bit)
+                flat = [value for piece in pieces for value in piece]
+                slots.append(Slot(index, bit // ranks, length, checksum, flat))
         return slots
 
     def release(self, session: Session, request: Release, now_ns: int) -> None:
