@@ -8,9 +8,10 @@ A *wish* is a lease that is to be granted: all that its hit needs is held in the
 *Lanes.* A wish stands in the lane of the lowest tier it reads from (0: everything is in the arena already). Lanes share
 nothing, neither room nor order: wishes that wait for a slow tier take nothing from the others.
 
-*Order.* Wishes that are wanted now come before early ones. Then `turn` decides: the order of arrival, moved back by the
-requests that are ahead in the engine's queue, and moved by priority. Both moves are bounded, so each wish is overtaken
-only so many times. The first wish in a lane that does not fit stops the lane: small ones cannot overtake it for ever.
+*Order.* Wishes that are wanted now come before early ones. Then `queue_number` decides: the order of arrival, moved
+back by the requests that are ahead in the engine's queue, and moved by priority. Both moves are bounded, so each wish
+is overtaken only so many times. The first wish in a lane that does not fit stops the lane: small ones cannot overtake
+it for ever.
 
 *Budgets.* The distinct bytes held for a lane's admitted wishes stay within its share; early wishes may use three
 quarters of it, so that those wanted now find room. Reads in flight stay within a tier's share, and within what the tier
@@ -30,7 +31,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 MOST_AHEAD = 1 << 16
 MOST_PRIORITY = 16
-LEVEL_TURNS = 1_024  # what one level of priority is worth, in places of the queue
+LEVEL_PLACES = 1_024  # what one level of priority is worth, in places of the queue
 MOMENT_S = 0.1  # how much a tier is given to do at once
 FEWEST_READS = 3  # in flight however slow a tier is, so that its reader threads do not wait for one another
 KEPT = 0.97  # the weight that each measurement leaves to those before it
@@ -38,33 +39,33 @@ KEPT = 0.97  # the weight that each measurement leaves to those before it
 Part = TypeVar("Part", bound=Hashable)
 
 
-class Rank(NamedTuple):
+class Place(NamedTuple):
     """A wish's place in a queue; the smallest is next. No two are equal."""
 
     is_early: bool
-    turn: int
+    number: int
     wish: int
 
 
-def turn(arrival: int, *, ahead: int, priority: int) -> int:
+def queue_number(arrival: int, *, ahead: int, priority: int) -> int:
     """Arrivals count up by one. As in vLLM a smaller priority goes first."""
     level = max(-MOST_PRIORITY, min(priority, MOST_PRIORITY))
-    return arrival + max(0, min(ahead, MOST_AHEAD)) + LEVEL_TURNS * level
+    return arrival + max(0, min(ahead, MOST_AHEAD)) + LEVEL_PLACES * level
 
 
 @dataclass(slots=True)
 class Lane(Generic[Part]):
-    waiting: dict[int, Rank] = field(default_factory=dict)
-    order: list[Rank] = field(default_factory=list)  # a heap; entries that `waiting` does not know are stale
+    waiting: dict[int, Place] = field(default_factory=dict)
+    order: list[Place] = field(default_factory=list)  # a heap; entries that `waiting` does not know are stale
     admitted: dict[int, Mapping[Part, int]] = field(default_factory=dict)
     # How many admitted wishes need a part, and its size when it was counted. An object that is lost and saved again
     # while it is held may have another length.
     holders: dict[Part, tuple[int, int]] = field(default_factory=dict)
     held_bytes: int = 0
 
-    def push(self, rank: Rank) -> None:
-        self.waiting[rank.wish] = rank
-        heapq.heappush(self.order, rank)
+    def push(self, place: Place) -> None:
+        self.waiting[place.wish] = place
+        heapq.heappush(self.order, place)
         if len(self.order) > 2 * len(self.waiting) + 64:
             self.order = sorted(self.waiting.values())
 
@@ -86,8 +87,8 @@ class Lane(Generic[Part]):
 
 @dataclass(slots=True)
 class TierQueue(Generic[Part]):
-    waiting: dict[Part, tuple[Rank, int]] = field(default_factory=dict)  # rank and size
-    order: list[tuple[Rank, int, Part]] = field(default_factory=list)  # a heap, as in Lane; a number orders parts
+    waiting: dict[Part, tuple[Place, int]] = field(default_factory=dict)  # place and size
+    order: list[tuple[Place, int, Part]] = field(default_factory=list)  # a heap, as in Lane; a number orders parts
     in_flight: dict[Part, int] = field(default_factory=dict)
     in_flight_bytes: int = 0
 
@@ -102,7 +103,7 @@ class Planner(Generic[Part]):
         self._lanes: list[Lane[Part]] = [Lane() for _ in range(tiers + 1)]
         self._tiers: list[TierQueue[Part]] = [TierQueue() for _ in range(tiers + 1)]  # the arena's stays empty
         self._lane_of: dict[int, int] = {}
-        self._ranks: dict[int, Rank] = {}
+        self._places: dict[int, Place] = {}
         self._arrivals = 0
         self._asked = 0
 
@@ -110,25 +111,25 @@ class Planner(Generic[Part]):
 
     def join(self, wish: int, lane: int, *, ahead: int = 0, priority: int = 0, is_early: bool = False) -> None:
         self._arrivals += 1
-        rank = Rank(is_early, turn(self._arrivals, ahead=ahead, priority=priority), wish)
-        self._lane_of[wish], self._ranks[wish] = lane, rank
-        self._lanes[lane].push(rank)
+        place = Place(is_early, queue_number(self._arrivals, ahead=ahead, priority=priority), wish)
+        self._lane_of[wish], self._places[wish] = lane, place
+        self._lanes[lane].push(place)
 
     def want(self, wish: int) -> None:
         """The engine has come to this request. The caller asks again for the parts that it has asked for already."""
-        rank = self._ranks[wish]._replace(is_early=False)
-        self._ranks[wish] = rank
+        place = self._places[wish]._replace(is_early=False)
+        self._places[wish] = place
         lane = self._lanes[self._lane_of[wish]]
         if wish in lane.waiting:
-            lane.push(rank)
+            lane.push(place)
 
     def next(self, lane: int) -> int | None:
         """The first wish in a lane's queue."""
         queue = self._lanes[lane]
         while queue.order:
-            rank = queue.order[0]
-            if queue.waiting.get(rank.wish) == rank:
-                return rank.wish
+            place = queue.order[0]
+            if queue.waiting.get(place.wish) == place:
+                return place.wish
             heapq.heappop(queue.order)
         return None
 
@@ -138,7 +139,7 @@ class Planner(Generic[Part]):
         was_admitted = lane.admitted.get(wish)
         if was_admitted is not None:
             lane.let_go(wish)
-        limit = self.early_bytes if self._ranks[wish].is_early else self.share_bytes
+        limit = self.early_bytes if self._places[wish].is_early else self.share_bytes
         new_bytes = sum(size for part, size in sizes.items() if part not in lane.holders)
         fits = not lane.admitted or lane.held_bytes + new_bytes <= limit
         if fits:
@@ -153,7 +154,7 @@ class Planner(Generic[Part]):
         number = self._lane_of.pop(wish, None)
         if number is None:
             return
-        del self._ranks[wish]
+        del self._places[wish]
         lane = self._lanes[number]
         if lane.waiting.pop(wish, None) is None:
             lane.let_go(wish)
@@ -165,12 +166,12 @@ class Planner(Generic[Part]):
 
     def ask(self, tier: int, part: Part, size_bytes: int, wish: int) -> None:
         """An admitted wish needs this part from a lower tier. If several ask for it, the first in order counts."""
-        queue, rank = self._tiers[tier], self._ranks[wish]
-        if part in queue.in_flight or (part in queue.waiting and queue.waiting[part][0] <= rank):
+        queue, place = self._tiers[tier], self._places[wish]
+        if part in queue.in_flight or (part in queue.waiting and queue.waiting[part][0] <= place):
             return
         self._asked += 1
-        queue.waiting[part] = (rank, size_bytes)
-        heapq.heappush(queue.order, (rank, self._asked, part))
+        queue.waiting[part] = (place, size_bytes)
+        heapq.heappush(queue.order, (place, self._asked, part))
 
     def unask(self, tier: int, part: Part) -> None:
         """No wish needs this part any more. A read that has begun continues."""
@@ -184,9 +185,9 @@ class Planner(Generic[Part]):
         """Begin the next read, and return its part. None if the tier has enough to do, or nothing."""
         queue = self._tiers[tier]
         while queue.order:
-            rank, _, part = queue.order[0]
+            place, _, part = queue.order[0]
             known, size = queue.waiting.get(part, (None, 0))
-            if known == rank:
+            if known == place:
                 if not self._has_room(queue, size, speed_bytes_s):
                     return None
                 heapq.heappop(queue.order)
@@ -222,8 +223,8 @@ class Planner(Generic[Part]):
 
     def backlog_bytes(self, tier: int, wish: int) -> int:
         """The bytes that the tier reads before this wish's parts. Its own reads in flight are included."""
-        queue, rank = self._tiers[tier], self._ranks[wish]
-        return queue.in_flight_bytes + sum(size for before, size in queue.waiting.values() if before < rank)
+        queue, place = self._tiers[tier], self._places[wish]
+        return queue.in_flight_bytes + sum(size for before, size in queue.waiting.values() if before < place)
 
     # ---- for people and for checks
 
@@ -259,7 +260,7 @@ class Planner(Generic[Part]):
             assert lane.held_bytes == sum(size for _, size in lane.holders.values())
             assert not lane.waiting.keys() & lane.admitted.keys()
         known = {wish for lane in self._lanes for wish in (*lane.waiting, *lane.admitted)}
-        assert known == self._lane_of.keys() == self._ranks.keys()
+        assert known == self._lane_of.keys() == self._places.keys()
         for queue in self._tiers:
             assert queue.in_flight_bytes == sum(queue.in_flight.values())
             assert not queue.in_flight.keys() & queue.waiting.keys()

@@ -10,14 +10,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtally.core.prefetch import (
     FEWEST_READS,
-    LEVEL_TURNS,
+    LEVEL_PLACES,
     MOMENT_S,
     MOST_AHEAD,
     MOST_PRIORITY,
     Option,
     Planner,
     Rate,
-    turn,
+    queue_number,
     worth_loading,
 )
 
@@ -30,7 +30,7 @@ class Wished:
     """A wish as the model sees it."""
 
     lane: int
-    rank: tuple[bool, int, int]
+    place: tuple[bool, int, int]
     sizes: dict[int, int]
     is_admitted: bool = False
     unread: dict[int, int] = field(default_factory=dict)  # part -> tier
@@ -48,7 +48,7 @@ class Planned(RuleBasedStateMachine):
 
     def waiting(self, lane: int) -> list[int]:
         found = [
-            (wish.rank, number) for number, wish in self.wishes.items() if wish.lane == lane and not wish.is_admitted
+            (wish.place, number) for number, wish in self.wishes.items() if wish.lane == lane and not wish.is_admitted
         ]
         return [number for _, number in sorted(found)]
 
@@ -69,8 +69,8 @@ class Planned(RuleBasedStateMachine):
     def join(self, lane: int, ahead: int, priority: int, early: bool, parts: dict[int, int]) -> None:
         self.arrivals += 1
         sizes = {part: 7 + 3 * part for part in parts}
-        rank = (early, turn(self.arrivals, ahead=ahead, priority=priority), self.arrivals)
-        self.wishes[self.arrivals] = Wished(lane, rank, sizes)
+        place = (early, queue_number(self.arrivals, ahead=ahead, priority=priority), self.arrivals)
+        self.wishes[self.arrivals] = Wished(lane, place, sizes)
         self.planner.join(self.arrivals, lane, ahead=ahead, priority=priority, is_early=early)
 
     @precondition(lambda self: self.wishes)
@@ -78,7 +78,7 @@ class Planned(RuleBasedStateMachine):
     def want(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.wishes)))
         wish = self.wishes[number]
-        wish.rank = (False, *wish.rank[1:])
+        wish.place = (False, *wish.place[1:])
         self.planner.want(number)
 
     @rule(lane=st.integers(0, TIERS))
@@ -89,7 +89,7 @@ class Planned(RuleBasedStateMachine):
         if not order:
             return
         wish, held = self.wishes[order[0]], self.held(lane)
-        limit = SHARE * 3 // 4 if wish.rank[0] else SHARE
+        limit = SHARE * 3 // 4 if wish.place[0] else SHARE
         others = [other for other in self.wishes.values() if other.lane == lane and other.is_admitted]
         fits = not others or sum((held | wish.sizes).values()) <= limit
         assert self.planner.admit(order[0], wish.sizes) == fits
@@ -103,7 +103,7 @@ class Planned(RuleBasedStateMachine):
     def start(self, tier: int, speed: float) -> None:
         flying = self.in_flight[tier]
         asked = [
-            (wish.rank, part)
+            (wish.place, part)
             for wish in self.wishes.values()
             for part, where in wish.unread.items()
             if where == tier and part not in flying
@@ -176,9 +176,11 @@ def test_nobody_starves(wishes: list[tuple[int, int, int, bool]]) -> None:
 )
 def test_only_so_many_can_overtake(arrived: list[tuple[int, int]]) -> None:
     """Whoever comes long enough after somebody goes after them, whatever the queues and priorities."""
-    most = MOST_AHEAD + 2 * MOST_PRIORITY * LEVEL_TURNS
-    turns = [turn(n * (most + 1), ahead=ahead, priority=priority) for n, (ahead, priority) in enumerate(arrived)]
-    assert turns == sorted(turns)
+    most = MOST_AHEAD + 2 * MOST_PRIORITY * LEVEL_PLACES
+    numbers = [
+        queue_number(n * (most + 1), ahead=ahead, priority=priority) for n, (ahead, priority) in enumerate(arrived)
+    ]
+    assert numbers == sorted(numbers)
 
 
 def test_a_smaller_priority_goes_first_and_the_engines_queue_decides_among_equals() -> None:
