@@ -37,6 +37,7 @@ log = logging.getLogger("kvtally.vllm")
 
 IDLE_S = 0.2  # between two looks at the connection, without jobs
 CONNECT_S = 2.0
+LAST_SAVES_S = 2.0
 SAVE_PAUSE_S = 0.002  # shortest pause between two checks on a save: each disturbs the engine, and nobody waits
 ANSWER_PAUSE_S = 0.0001  # between two checks for the store's answer
 MOST_LOAD_TURNS = 4  # in a row, while a save waits
@@ -184,7 +185,10 @@ class WorkerHalf:
         return taken
 
     def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread. The last answers' saves are finished first, unless they take longer than LAST_SAVES_S."""
         if self._thread.is_alive():
+            with self._news:
+                self._news.wait_for(lambda: self._unfinished == 0, LAST_SAVES_S)
             self._jobs.put(None)
             self._thread.join(timeout_s)
 

@@ -52,5 +52,7 @@ def test_nothing_is_left_for_a_later_step(
     assert (told["other"], told["reset in except"], told["other restored"]) == (0, True, whole)
     # It slept, and may have woken with other weights: it takes nothing from before, and goes on by itself.
     assert (told["asleep"], told["reset after sleep"], told["awake"]) == (0, True, whole)
-    # Others keep what they had.
+    # Others keep what they had, and find the last answer of a program that has ended.
     assert run_offline(FRESH, arguments, TOKENS, tmp_path / "fresh.log") == whole
+    other = TOKENS[:300][::-1]
+    assert [run_offline(FRESH, arguments, other, tmp_path / "fresh.log") for _ in range(2)] == [0, len(other) - 1]
