@@ -26,7 +26,7 @@ from kvtally.errors import ConfigError
 from kvtally.store.connections import Hub
 from kvtally.store.metrics import render
 
-MOST_CONNECTIONS = 32
+MOST_CONNECTIONS = 128  # enough for a client that is slow to ask not to be taken for idle
 _IDLE_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 1.0
 
