@@ -118,6 +118,21 @@ class PromptLookup:
         """How much the hand-off promises, unless there is a reason to doubt it."""
         return self.handoff.saved_tokens if self.handoff is not None and not self.doubt else 0
 
+    @property
+    def state(self) -> str:
+        """What is known of it, for a log."""
+        lease = self.lease or self.shorter
+        if lease is None:
+            return "the store has not answered"
+        found, ends = lease.found, range(len(self.ends))
+        rows = [int.from_bytes(row, "little") for row in found.presence]
+        present = " ".join("".join(str(row >> index & 1) for index in ends) for row in rows)
+        staged = "" if lease.is_staged else ", not staged"
+        return (
+            f"the store has {found.end_tokens}{staged}, or {found.pending_tokens} with what is being saved; "
+            f"boundaries {self.ends[-8:]}, present by group: {present}"
+        )
+
     def walk(self) -> None:
         """Work out the prompt's boundaries and their chain values."""
         chunk, limit = self.boundaries.chunk_tokens, self.limit_tokens
@@ -302,6 +317,10 @@ class LookupThread:
         """Move one lookup on. True when it is answered."""
         now_ns = time.monotonic_ns()
         if lookup.is_cancelled or now_ns >= lookup.deadline_ns:
+            if lookup.promised_tokens and not lookup.is_cancelled:
+                log.warning(
+                    "kvtally: a hand-off of %d tokens did not come in time: %s", lookup.promised_tokens, lookup.state
+                )
             self._settle(client, lookup, MissReason.DEADLINE)
             return True
         if lookup.lease is None:

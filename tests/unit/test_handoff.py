@@ -201,7 +201,7 @@ def test_decode_waits_for_a_writer_that_has_not_begun(lookups: LookupThread, pre
 
 
 def test_the_wait_ends_with_the_deadline_and_keeps_what_is_there(
-    lookups: LookupThread, prefill: CopyingClient, bench: Bench
+    lookups: LookupThread, prefill: CopyingClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     ends = boundaries(PROMPT, END)
     save(prefill, {FULL: ends[:2], STATE: ends[1:2]})
@@ -212,6 +212,8 @@ def test_the_wait_ends_with_the_deadline_and_keeps_what_is_there(
     found = answer(lookup)
     assert found.end_tokens == 128
     assert found.reason == MissReason.DEADLINE
+    (said,) = [record.getMessage() for record in caplog.records if "did not come in time" in record.getMessage()]
+    assert "the store has 128" in said
     assert found.lease is not None
     lookups.release(found.lease)
     eventually(lambda: prefill.stats().wait().stats["leases"]["open"] == 0)  # type: ignore[union-attr,index]
