@@ -42,6 +42,12 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens_disk: _Count = 0
     computed_tokens: _Count = 0
     promise: _Text = ""  # prefill's ticket, where it is not this one: decode's second try has a ticket of its own
+    tokens_peer: _Count = 0
+    tokens_pool: _Count = 0
+    # Addresses of stores, as other stores reach them (`Greeting.address`).
+    address: _Text = ""  # prefill's own store: decode's store pulls from it
+    source: _Text = ""  # a store that has seen most of this prompt, as the router knows it
+    deliver: _Text = ""  # for prefill: decode's store, which pulls each chunk as soon as it is saved
 
     @property
     def prefill_ticket(self) -> str:
@@ -59,6 +65,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             tokens_gpu=self.tokens_gpu,
             tokens_host=self.tokens_host,
             tokens_disk=self.tokens_disk,
+            tokens_peer=self.tokens_peer,
+            tokens_pool=self.tokens_pool,
             computed_tokens=self.computed_tokens,
             reason=self.reason,
         )
@@ -73,6 +81,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             saved_tokens=self.saved_tokens,
             prompt_tokens=self.prompt_tokens,
             chain=self.chain,
+            address=self.address,
         )
 
     def params(self) -> dict[str, object]:

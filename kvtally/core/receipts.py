@@ -13,7 +13,8 @@ from enum import StrEnum
 
 import msgspec
 
-PLACES = ("gpu", "host", "disk", "remote")  # where reused tokens come from
+# Where reused tokens come from. `remote` is another system's cache, which does not say more.
+PLACES = ("gpu", "host", "disk", "peer", "pool", "remote")
 
 
 class Role(StrEnum):
@@ -29,11 +30,14 @@ class Verdict(StrEnum):
     MISSING = "missing"  # decode's half never came
 
 
-class Half(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Half(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One party's account of one request, in tokens and bytes as it counted them itself.
 
-    For prefill `saved_tokens` is the boundary it promises and `chain` names it. For decode the four `tokens_*` fields
-    say where each reused prompt token came from and `computed_tokens` what it had to compute.
+    For prefill `saved_tokens` is the boundary it promises and `chain` names it. For decode the `tokens_*` fields say
+    where each reused prompt token came from and `computed_tokens` what it had to compute.
+
+    Stores and engines of a cluster are upgraded one by one, so fields that a version does not know are ignored, and
+    those that are zero are not sent.
     """
 
     role: Role
@@ -45,6 +49,8 @@ class Half(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     tokens_host: int = 0
     tokens_disk: int = 0
     tokens_remote: int = 0
+    tokens_peer: int = 0
+    tokens_pool: int = 0
     computed_tokens: int = 0
     moved_bytes: int = 0
     wait_ms: float = 0.0
@@ -61,12 +67,24 @@ class Half(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def reused_tokens(self) -> int:
-        return self.tokens_gpu + self.tokens_host + self.tokens_disk + self.tokens_remote
+        return sum(self._counts)
 
     @property
     def sources(self) -> dict[str, int]:
         """Reused tokens by place; places without any are left out."""
-        return sources_of((self.tokens_gpu, self.tokens_host, self.tokens_disk, self.tokens_remote))
+        return sources_of(self._counts)
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        """Reused tokens, one count for each of `PLACES`."""
+        return (
+            self.tokens_gpu,
+            self.tokens_host,
+            self.tokens_disk,
+            self.tokens_peer,
+            self.tokens_pool,
+            self.tokens_remote,
+        )
 
 
 def sources_of(counts: Sequence[int]) -> dict[str, int]:

@@ -1,16 +1,20 @@
-"""Jobs: what the store asks of its lower tiers, as data. The store decides, the mover acts, the outcome comes back.
+"""Jobs: what the store asks of its lower tiers and of its bulk connections, as data. The store decides, threads act, the
+outcome comes back.
 
-Neighbours: `store` (emits jobs, takes outcomes), `mover` (threads that run them), `tiers` (what they run on).
+Neighbours: `store` (emits jobs, takes outcomes), `mover` (threads that run them), `tiers` (what they run on), `bulk`
+(threads that send to other stores).
 Jobs of one tier that write or remove are carried out in the order of their emission; reads and finds in any order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtally.core.keys import ObjectKey
 from kvtally.core.space import Piece
 from kvtally.store.tiers.base import ObjectRecord
+from kvtally.wire.bulk import PullStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,14 @@ class RemoveJob:
     keys: tuple[ObjectKey, ...]
 
 
+class PeerPlace(NamedTuple):
+    """Where an object lies at another store: under which lease there, at which of its boundaries."""
+
+    address: str
+    lease: int
+    index: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadJob:
     """Bring an object up into arena pieces and verify it there."""
@@ -40,6 +52,26 @@ class ReadJob:
     tier: int
     record: ObjectRecord
     pieces: tuple[Piece, ...]
+    place: PeerPlace | None = None  # of an object that another store holds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendJob:
+    """Answer one `Pull` on a bulk connection. The object is pinned in the arena until the outcome is known."""
+
+    id: int
+    connection: int
+    pull: int  # `Pull.id`
+    status: PullStatus
+    pieces: tuple[Piece, ...] = ()  # none unless `status` is SENT
+    length_bytes: int = 0
+
+
+class PeerLink(NamedTuple):
+    """A control connection to another store: one for each namespace, as for engines."""
+
+    address: str
+    namespace: bytes  # its digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

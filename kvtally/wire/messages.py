@@ -5,7 +5,8 @@ write end of a liveness pipe that the client keeps open for as long as it has th
 `Hello` and gets `Welcome` or `Refused`. After that every request carries an `id` the client chose, and exactly one
 reply carries it back; `Staged` is the one message the store sends unasked.
 
-Chain values travel as one byte string of 32 bytes each. Bulk bytes never travel: they go through the arena.
+Chain values travel as one byte string of 32 bytes each. Bulk bytes go through the arena; between two stores they travel
+on connections of their own (`Pull`, `wire.bulk`).
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class MissReason(StrEnum):
     OTHER_TOKENS = "other_tokens"  # prefill and decode saw different tokens
     SLOW_TIER = "slow_tier"  # loading it would have taken longer than computing it
     NO_GAIN = "no_gain"  # too short: one token, which is always computed, or computed before a load could begin
+    UNASKED = "unasked"  # nobody knows: a tier or store that may have it could not be asked
+    PEER_LOST = "peer_lost"  # the store that has it cannot be reached, or went away while it was read
 
 
 # ---- handshake
@@ -66,6 +69,7 @@ class Greeting(Message, frozen=True, tag="greeting"):
     verify_reads: bool
     limits: Limits
     nonce: bytes = b""  # TCP only: to be answered with the token's proof in Hello
+    address: str = ""  # by which other stores reach this one (tcp://host:port); empty: they cannot
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -79,12 +83,16 @@ class Hello(Message, frozen=True, tag="hello"):
         b""  # digest that the namespace must have (a P/D peer's); refused otherwise, with the differing fields
     )
     proof: bytes = b""  # TCP only: keyed blake3 of the nonce
+    peer: bool = False  # TCP only: another store, which may hold leases and pull what they hold
+    nonce: bytes = b""  # from a peer: to be answered with the token's proof in Welcome
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
     id: int
     session: int
     digest: bytes = b""  # of the registered namespace
+    proof: bytes = b""  # to a peer: of its nonce, so that it takes bytes only from a store that knows the token
+    bulk_port: int = 0  # to a peer: where bytes are pulled from, on the same host
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -118,7 +126,11 @@ class Lookup(Message, frozen=True, tag="lookup"):
     ahead: int = 0  # requests that the engine begins before this one
     early: bool = False  # the engine has not come to this request yet; it says `Wanted` when it has
     prefill_tokens_s: int = 0  # what the engine computes in a second, to be compared with loading; 0: load anyway
-    slots: bool = False  # include where the objects of rank 0 lie, if all of them are in the arena
+    slots: bool = False  # include where the objects of rank 0 lie, if all of them are in the arena; to a peer: all ranks
+    source: str = ""  # address of a store that probably has more of this prompt
+    ticket: str = ""  # of the prefill that saves it: if its half says that it saved nothing, waiting is over
+    until_tokens: int = 0  # a promised boundary: worth waiting for (`wait_ms`) though nobody has begun to write it
+    deliver: str = ""  # address of a store that will want this prompt: it is offered there (`Offer`)
 
 
 class Slot(Message, frozen=True, tag="slot"):
@@ -128,7 +140,8 @@ class Slot(Message, frozen=True, tag="slot"):
     group: int
     length_bytes: int
     checksum: int
-    pieces: list[int]  # offset, length, offset, length, ...
+    pieces: list[int]  # offset, length, offset, length, ...; empty to a peer, which pulls
+    rank: int = 0
 
 
 class Found(Message, frozen=True, tag="found"):
@@ -146,6 +159,7 @@ class Found(Message, frozen=True, tag="found"):
     reason: str = ""  # why the hit is not longer (a MissReason; empty where it reached the last boundary asked for)
     arena_tokens: int = 0  # of the hit: tokens whose objects were already in the arena
     slots: list[Slot] = []  # if asked for and held; none while `staging`
+    withdrawn: str = ""  # why the prefill of `ticket` has saved nothing after all
 
 
 class Staged(Message, frozen=True, tag="staged"):
@@ -155,12 +169,14 @@ class Staged(Message, frozen=True, tag="staged"):
     lease: int
     end_tokens: int
     reason: str = ""
-    disk_tokens: int = 0  # of the hit: tokens that came from a lower tier
+    disk_tokens: int = 0  # of the hit: tokens that came from disk
     staged_bytes: int = 0
     wait_ns: int = 0
     left_tokens: int = 0  # found beyond `end_tokens`, and not worth loading
     load_ms: float = 0.0  # estimate, when the engine came to the request: to load all that was found
     compute_ms: float = 0.0  # estimate: to compute it instead
+    peer_tokens: int = 0  # of the hit: tokens that came from another store
+    pool_tokens: int = 0  # of the hit: tokens that came from the pool
 
 
 class Wanted(Message, frozen=True, tag="wanted"):
@@ -175,11 +191,13 @@ class Wanted(Message, frozen=True, tag="wanted"):
 
 
 NO_RANK = -1
+ALL_RANKS = -2
 
 
 class SlotsGet(Message, frozen=True, tag="slots_get"):
     """Where the leased objects of one rank lie. Any session of the same namespace may ask (a worker for its
-    scheduler). With `NO_RANK` the answer lists no slots: it only says whether the lease stands.
+    scheduler). With `NO_RANK` the answer lists no slots: it only says whether the lease stands. With `ALL_RANKS` it
+    lists every rank's, without pieces: for a peer.
     """
 
     id: int
@@ -205,6 +223,31 @@ class Release(Message, frozen=True, tag="release"):
 
 class Done(Message, frozen=True, tag="done"):
     id: int
+
+
+# ---- between stores
+
+
+class Offer(Message, frozen=True, tag="offer"):
+    """From a store to a peer: this prompt is being computed here and will be wanted there. Answered by `Done`.
+
+    The peer may look it up here, again and again, and pull each chunk as it is committed.
+    """
+
+    id: int
+    source: str  # the offering store's address
+    chains: bytes
+    ends: Boundaries
+
+
+class Pull(Message, frozen=True, tag="pull"):
+    """Send the bytes of one leased object. Only on bulk connections; the answer is raw (`wire.bulk`)."""
+
+    id: int
+    lease: int
+    index: int  # boundary index of the lookup
+    group: int
+    rank: int
 
 
 # ---- writing
@@ -317,6 +360,8 @@ Request = (
     | Wanted
     | SlotsGet
     | Release
+    | Offer
+    | Pull
     | PutBegin
     | PutEnd
     | ReceiptFile
