@@ -13,10 +13,10 @@ from kvtally.core.namespace import Namespace
 from kvtally.core.residency import Family, Node, Residency
 from kvtally.store.alarms import Alarms
 from kvtally.store.jobs import Job
-from kvtally.store.tier_state import TierState
+from kvtally.store.tier_state import TierKind, TierState
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import Lookup, Refused, Reply
-from kvtally.wire.stats import LeaseStats, LookupStats, PutStats, QuarantinedObject, StagedStats
+from kvtally.wire.stats import LeaseStats, LookupStats, PutStats, QuarantinedObject, SendStats, StagedStats
 
 
 @dataclass(slots=True)
@@ -25,6 +25,7 @@ class Session:
 
     id: int
     shared_memory: bool
+    is_peer: bool = False  # another store: it may hold leases and pull, and is served from what is this store's own
     client: str = ""
     family: Family | None = None
     greeted: bool = False
@@ -33,6 +34,7 @@ class Session:
     put_bytes: int = 0  # in open writes and in limbo
     waiting: int = 0
     resets: int = 0  # not answered yet
+    inbox: list[Reply] | None = None  # of a session of the store itself: replies stay here
 
 
 @dataclass(slots=True)
@@ -43,6 +45,7 @@ class Counts:
     puts: PutStats = field(default_factory=PutStats)
     staged: StagedStats = field(default_factory=StagedStats)
     leases: LeaseStats = field(default_factory=LeaseStats)
+    sends: SendStats = field(default_factory=SendStats)
     refused: Counter[str] = field(default_factory=Counter)
     quarantined: Counter[str] = field(default_factory=Counter)
 
@@ -78,7 +81,9 @@ class Context:
         return self._last_id
 
     def send(self, session: Session, message: Reply) -> None:
-        if session.id in self.sessions:
+        if session.inbox is not None:
+            session.inbox.append(message)
+        elif session.id in self.sessions:
             self.outbox.append((session.id, message))
 
     def refuse(self, session: Session, request: int, code: str, message: str, remedy: str) -> None:
@@ -88,6 +93,17 @@ class Context:
     def readable_tiers(self, now_ns: int) -> list[int]:
         """The arena, and every lower tier that can be read now."""
         return [0] + [number for number, tier in enumerate(self.tiers, 1) if tier.readable(now_ns)]
+
+    def owned_tiers(self, now_ns: int) -> list[int]:
+        """Those of them that nobody else changes."""
+        return [n for n in self.readable_tiers(now_ns) if not n or self.is_owned(n)]
+
+    def tiers_for(self, session: Session, now_ns: int) -> list[int]:
+        """The tiers that a session is served from. A peer gets what is this store's own: it can ask others itself."""
+        return self.owned_tiers(now_ns) if session.is_peer else self.readable_tiers(now_ns)
+
+    def is_owned(self, tier: int) -> bool:
+        return self.tiers[tier - 1].info.kind is TierKind.OWNED
 
     def has_place_for(self, namespace: Namespace) -> bool:
         """Whether one more namespace may be known. Namespaces without objects and without clients make way."""

@@ -1,5 +1,5 @@
-"""Jobs: what the store asks of its lower tiers and of its bulk connections, as data. The store decides, threads act, the
-outcome comes back.
+"""Jobs: what the store asks of its lower tiers and of its bulk connections, as data. The store decides, threads act,
+the outcome comes back.
 
 Neighbours: `store` (emits jobs, takes outcomes), `mover` (threads that run them), `tiers` (what they run on), `bulk`
 (threads that send to other stores).
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtally.core.keys import ObjectKey
+from kvtally.core.namespace import Namespace
 from kvtally.core.space import Piece
-from kvtally.store.tiers.base import ObjectRecord
+from kvtally.store.tiers.base import Boundary, Holding, ObjectRecord
 from kvtally.wire.bulk import PullStatus
 
 
@@ -36,7 +37,8 @@ class RemoveJob:
     keys: tuple[ObjectKey, ...]
 
 
-class PeerPlace(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PeerPlace:
     """Where an object lies at another store: under which lease there, at which of its boundaries."""
 
     address: str
@@ -76,11 +78,12 @@ class PeerLink(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindJob:
-    """Ask a tier that cannot list its objects which of these it holds."""
+    """Ask a tier that others change what it holds at these boundaries of a prompt."""
 
     id: int
     tier: int
-    keys: tuple[ObjectKey, ...]
+    namespace: Namespace
+    boundaries: tuple[Boundary, ...]
 
 
 Job = WriteJob | RemoveJob | ReadJob | FindJob
@@ -93,4 +96,4 @@ class Outcome:
     code: str = ""
     is_crowded: bool = False  # of a WriteJob, with a code: there will be room when other objects are removed
     seconds: float = 0.0
-    found: tuple[ObjectRecord | None, ...] = ()
+    found: tuple[Holding | None, ...] = ()  # one for each boundary

@@ -47,6 +47,8 @@ class Lease:
     alarm: Alarm
     started_ns: int
     found_reason: str  # why the hit that was found is not longer
+    span_ns: int  # how long it lasts
+    peer_bytes: int = 0  # of a peer's lease: all that it holds
     state: LeaseState = LeaseState.WAITING
     # Of its request.
     wanted_ns: int | None = None  # when the engine came to it; None: not yet
@@ -55,7 +57,7 @@ class Lease:
     # Of its staging.
     tier: int = 0  # the lowest that it stages from
     awaited: set[Part] = field(default_factory=set)  # objects still on their way up
-    staged: set[Node] = field(default_factory=set)  # boundaries of which something came from a lower tier
+    staged: dict[Node, int] = field(default_factory=dict)  # boundary of which something was staged -> lowest tier
     staged_bytes: int = 0
     staged_ns: int | None = None  # when it was announced
     reason: str = ""  # why less than was found is promised

@@ -17,15 +17,29 @@ from functools import partial
 from kvtally.core.hits import Hit
 from kvtally.core.prefetch import Planner, worth_loading
 from kvtally.core.residency import ARENA, Family, each_bit
+from kvtally.store.beliefs import LOAN_NS, Beliefs
 from kvtally.store.context import Context, Session
 from kvtally.store.jobs import Outcome, ReadJob
 from kvtally.store.lease import Lease, LeaseState, Need, Part
 from kvtally.store.load_estimates import LoadEstimates
 from kvtally.store.lookup_view import View, hit_of, longest_possible, needs_of, path_of, view_of
 from kvtally.store.lower import LowerTiers
+from kvtally.store.peers import Peers
 from kvtally.store.staging import Staging
+from kvtally.store.tier_state import TierKind
 from kvtally.wire.frames import fits
-from kvtally.wire.messages import Done, Lookup, MissReason, Release, Slot, Slots, SlotsGet, Staged, Wanted
+from kvtally.wire.messages import (
+    ALL_RANKS,
+    Done,
+    Lookup,
+    MissReason,
+    Release,
+    Slot,
+    Slots,
+    SlotsGet,
+    Staged,
+    Wanted,
+)
 from kvtally.wire.stats import Prefetched
 
 NUMBER_BYTES = 9  # the longest encoding of a number in a message
@@ -33,7 +47,7 @@ SLOT_BYTES = 6 + 5 * NUMBER_BYTES  # the longest encoding of a slot without its 
 
 
 class Leases:
-    def __init__(self, context: Context, lower: LowerTiers) -> None:
+    def __init__(self, context: Context, lower: LowerTiers, beliefs: Beliefs, peers: Peers) -> None:
         self._context = context
         self._residency = context.residency
         self._leases: dict[int, Lease] = {}
@@ -43,8 +57,9 @@ class Leases:
             arena_bytes=capacity_bytes * 3 // 4,  # the rest is for saves and for loads that are running
             in_flight_bytes=context.limits.staging_bytes or capacity_bytes // 4,
         )
+        self._peer_bytes = 0  # in leases of peers
         self._is_room_new = False  # a lease that waits for room may fit now
-        self.staging = Staging(context, self.planner, lower)
+        self.staging = Staging(context, self.planner, lower, beliefs, peers)
         self._estimates = LoadEstimates(context, self.planner, self.staging)
 
     def advance(self, now_ns: int) -> None:
@@ -78,17 +93,30 @@ class Leases:
         self, session: Session, family: Family, request: Lookup, view: View, found_reason: str, now_ns: int
     ) -> Lease:
         """Hold what a lookup found. The client is told with `Found`; after that, `follow_up`."""
-        longest = self._context.limits.lease_ns
+        longest = min(LOAN_NS, self._context.limits.lease_ns) if session.is_peer else self._context.limits.lease_ns
         span_ns = min(request.lease_ms * 1_000_000, longest) if request.lease_ms > 0 else longest
         number = self._context.new_id()
         alarm = self._context.alarms.set(now_ns + span_ns, partial(self._expire, number))
         needs = needs_of(family, request, view.path, view.hit)
         lease = Lease(
-            number, session, family, request, view.path, view.hit.end_tokens, needs, alarm, now_ns, found_reason
+            number,
+            session,
+            family,
+            request,
+            view.path,
+            view.hit.end_tokens,
+            needs,
+            alarm,
+            now_ns,
+            found_reason,
+            span_ns,
         )
+        if session.is_peer:
+            lease.peer_bytes = sum(self._sizes(needs).values())
+            self._peer_bytes += lease.peer_bytes
         self._leases[number] = lease
         session.leases.add(number)
-        lease.tier = self._lane(needs, now_ns)
+        lease.tier = self._lane(session, needs, now_ns)
         if not request.early:
             lease.wanted_ns, lease.tokens_s = now_ns, max(0, request.prefill_tokens_s)
         if lease.tier == ARENA and not request.early:
@@ -104,14 +132,52 @@ class Leases:
             lease.staged_ns = now_ns
         return lease
 
+    def may_begin(self, session: Session, family: Family, request: Lookup, view: View) -> bool:
+        """Whether the session may hold one more lease, for this hit. Peers together hold a quarter of the arena, or one
+        lease that is larger."""
+        if len(session.leases) >= self._context.limits.leases_per_client:
+            return False
+        if not session.is_peer or not self._peer_bytes:
+            return True
+        needs = needs_of(family, request, view.path, view.hit)
+        size_bytes = self._peer_bytes + sum(self._sizes(needs).values())
+        return size_bytes <= self._residency.space.capacity_bytes // 4
+
+    def pulled(self, number: int, index: int, group: int, rank: int, now_ns: int) -> Part | None:
+        """An object that a peer's lease holds. None if it does not. A lease that is pulled from lasts for longer."""
+        lease = self._leases.get(number)
+        if lease is None or not lease.session.is_peer or not lease.is_announced:
+            return None
+        part = self._held(lease, index, group, rank)
+        if part is not None:
+            lease.is_read = True
+            self._context.alarms.cancel(lease.alarm)
+            lease.alarm = self._context.alarms.set(now_ns + lease.span_ns, partial(self._expire, number))
+        return part
+
+    def _held(self, lease: Lease, index: int, group: int, rank: int) -> Part | None:
+        """The object of a lease that a client names, if it is in the arena."""
+        if not 0 <= rank < lease.family.ranks or not 0 <= group < len(lease.family.group_masks):
+            return None
+        bit = lease.family.bit(group, rank)
+        at = bisect_left(lease.needs, index, key=_index_of)  # a report may name thousands of objects
+        if at == len(lease.needs) or lease.needs[at][0] != index:
+            return None
+        _, node, mask = lease.needs[at]
+        return (node, bit) if mask & self._residency.arena_mask(node) & 1 << bit else None
+
+    def _view(self, lease: Lease, now_ns: int) -> View:
+        tiers = self._context.tiers_for(lease.session, now_ns)
+        return view_of(self._residency, lease.family, lease.request, tiers)
+
     def follow_up(self, lease: Lease, now_ns: int) -> None:
         """The client has been told of the lease, so it may now be told what becomes of it."""
         if lease.wanted_ns is not None and lease.awaited:
             self._weigh(lease, now_ns)
 
-    def _lane(self, needs: Sequence[Need], now_ns: int) -> int:
+    def _lane(self, session: Session, needs: Sequence[Need], now_ns: int) -> int:
         """The lowest tier that these objects have to be read from."""
-        readable = self._context.readable_tiers(now_ns)
+        readable = self._context.tiers_for(session, now_ns)
         missing = ((node, mask & ~self._residency.arena_mask(node)) for _, node, mask in needs)
         tiers = (self.staging.source(node, bit, readable) for node, mask in missing for bit in each_bit(mask))
         return max(tiers, default=ARENA)
@@ -121,7 +187,7 @@ class Leases:
         return {(node, bit): length_bytes(node, bit) for _, node, mask in needs for bit in each_bit(mask)}
 
     def _needs_now(self, lease: Lease, now_ns: int) -> tuple[View, list[Need]]:
-        view = view_of(self._context, lease.family, lease.request, now_ns)
+        view = self._view(lease, now_ns)
         return view, needs_of(lease.family, lease.request, view.path, view.hit) if view.hit.end_tokens else []
 
     def _grant_next(self, lease: Lease, now_ns: int) -> bool:
@@ -167,7 +233,7 @@ class Leases:
     def _grant_resident(self, lease: Lease, now_ns: int) -> bool:
         """Grant a lease that waits, if everything is in the arena: then it need not wait for room."""
         view, needs = self._needs_now(lease, now_ns)
-        if not needs or self._lane(needs, now_ns) != ARENA:
+        if not needs or self._lane(lease.session, needs, now_ns) != ARENA:
             return False
         self.planner.leave(lease.id)
         self._grant_now(lease, view, needs, now_ns)
@@ -208,7 +274,7 @@ class Leases:
         lease.needs, lease.end_tokens = needs, hit.end_tokens
 
     def _stage_missing(self, lease: Lease, now_ns: int) -> None:
-        readable = self._context.readable_tiers(now_ns)
+        readable = self._context.tiers_for(lease.session, now_ns)
         for _, node, mask in lease.needs:
             for bit in each_bit(mask & ~self._residency.arena_mask(node)):
                 if (node, bit) not in lease.awaited:
@@ -231,18 +297,20 @@ class Leases:
         self._context.send(session, reply)
 
     def slots_of(self, lease: Lease, rank: int) -> list[Slot] | None:
-        """Where the objects of one rank lie; None if one was quarantined after the lease was announced."""
+        """Where the objects of one rank lie; None if one was quarantined after the lease was announced. For a peer,
+        with `ALL_RANKS`: which objects there are."""
         slots = []
         ranks = lease.family.ranks
+        is_all = rank == ALL_RANKS
         for index, node, mask in lease.needs:
             for bit in each_bit(mask):
-                if bit % ranks != rank:
+                if bit % ranks != rank and not is_all:
                     continue
                 if not self._residency.arena_mask(node) >> bit & 1:
                     return None
                 pieces, length, checksum = self._residency.slot(node, bit)
-                flat = [value for piece in pieces for value in piece]
-                slots.append(Slot(index, bit // ranks, length, checksum, flat))
+                flat = [] if is_all else [value for piece in pieces for value in piece]
+                slots.append(Slot(index, bit // ranks, length, checksum, flat, bit % ranks))
         return slots
 
     def release(self, session: Session, request: Release, now_ns: int) -> None:
@@ -256,16 +324,10 @@ class Leases:
 
     def _quarantine_arena(self, session: Session, number: int, index: int, group: int, rank: int) -> None:
         lease = self._leases.get(number)
-        if lease is None or lease.family is not session.family or not 0 <= rank < lease.family.ranks:
-            return
-        if not 0 <= group < len(lease.family.group_masks):
-            return
-        bit = lease.family.bit(group, rank)
-        at = bisect_left(lease.needs, index, key=_index_of)  # a report may name thousands of objects
-        _, node, mask = lease.needs[at] if at < len(lease.needs) and lease.needs[at][0] == index else (0, None, 0)
-        if node is not None and mask & self._residency.arena_mask(node) & 1 << bit:
-            self._context.note_quarantine("arena", "KV-401", node, bit)
-            self._residency.drop(node, bit, ARENA)
+        part = self._held(lease, index, group, rank) if lease is not None and lease.family is session.family else None
+        if part is not None:
+            self._context.note_quarantine("arena", "KV-401", *part)
+            self._residency.drop(*part, ARENA)
 
     def _expire(self, number: int, now_ns: int) -> None:
         lease = self._leases[number]
@@ -279,6 +341,7 @@ class Leases:
 
     def _drop(self, lease: Lease, now_ns: int) -> None:
         del self._leases[lease.id]
+        self._peer_bytes -= lease.peer_bytes
         lease.session.leases.discard(lease.id)
         self._context.alarms.cancel(lease.alarm)
         if lease.tier:
@@ -325,7 +388,7 @@ class Leases:
         if hit.end_tokens < lease.end_tokens and lease.may_aim_lower:
             # A lower boundary may still be whole in a lower tier. This ends: each time, something has left the index.
             lease.may_aim_lower = False
-            below = view_of(self._context, family, request, now_ns).hit
+            below = self._view(lease, now_ns).hit
             if below.end_tokens > hit.end_tokens:
                 self._aim(lease, below)
                 self._stage_missing(lease, now_ns)
@@ -339,19 +402,24 @@ class Leases:
         if not hit.end_tokens:
             self._drop(lease, now_ns)
 
-    @staticmethod
-    def _staged(lease: Lease, now_ns: int) -> Staged:
+    def _staged(self, lease: Lease, now_ns: int) -> Staged:
+        tokens = dict.fromkeys(TierKind, 0)  # by where they came from
+        for _, node, _ in lease.needs:
+            if node in lease.staged:
+                tokens[self._context.tiers[lease.staged[node] - 1].info.kind] += node.end - node.start
         return Staged(
             0,
             lease.id,
             lease.end_tokens,
             lease.reason,
-            sum(node.end - node.start for _, node, _ in lease.needs if node in lease.staged),
+            tokens[TierKind.OWNED],
             lease.staged_bytes,
             now_ns - lease.started_ns,
             lease.left_tokens,
             lease.load_s * 1e3,
             lease.compute_s * 1e3,
+            tokens[TierKind.PEERS],
+            tokens[TierKind.POOL],
         )
 
     # ---- for stats and checks
@@ -366,6 +434,7 @@ class Leases:
             assert not lease.is_held or all(node.pins > 0 for _, node, _ in lease.needs)
             assert lease.is_announced == (lease.is_held and not lease.awaited)
             assert lease.is_held or self.planner.is_known(lease.id)
+        assert self._peer_bytes == sum(lease.peer_bytes for lease in self._leases.values())
         self.planner.check()
         self.staging.check(self._leases.values())
 

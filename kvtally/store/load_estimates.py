@@ -42,7 +42,7 @@ class LoadEstimates:
         lease.path = path_of(self._residency, family, request)
         in_arena = self._residency.presence(family, self._residency.masks(family, lease.path, [ARENA]))
         least = hit_of(family, request, in_arena)
-        costs = Costs(self._context.readable_tiers(now_ns))
+        costs = Costs(self._context.tiers_for(lease.session, now_ns))
         rows = self._residency.presence(family, self._residency.masks(family, lease.path, costs.readable))
         step = max(1, (lease.end_tokens - least.end_tokens) // MOST_OPTIONS)
         options: list[tuple[Hit, Option]] = []
@@ -89,7 +89,7 @@ class LoadEstimates:
     def probe(self, lease: Lease, now_ns: int) -> None:
         """Read a little of what this lease gives up, if the tier's speed was not measured lately. Otherwise a tier that
         was once found slow would never be tried again."""
-        readable = self._context.readable_tiers(now_ns)
+        readable = self._context.tiers_for(lease.session, now_ns)
         for number, tier in enumerate(self._context.tiers, 1):
             if tier.speed.is_due(now_ns):
                 keys = [key for key in lease.awaited if self._staging.source(*key, readable) == number]

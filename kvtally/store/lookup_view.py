@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from kvtally.core.hits import Hit, longest_hit, needed
 from kvtally.core.residency import Family, Node, Residency
-from kvtally.store.context import Context
 from kvtally.store.lease import Need
 from kvtally.wire.messages import Lookup
 
@@ -25,10 +24,10 @@ class View:
     hopeful: Hit  # the hit if every pending object were committed
 
 
-def view_of(context: Context, family: Family, request: Lookup, now_ns: int) -> View:
-    residency = context.residency
+def view_of(residency: Residency, family: Family, request: Lookup, tiers: Sequence[int]) -> View:
+    """What a lookup sees in these tiers."""
     path = path_of(residency, family, request)
-    masks = residency.masks(family, path, context.readable_tiers(now_ns))
+    masks = residency.masks(family, path, tiers)
     rows = residency.presence(family, masks)
     hit = hopeful = hit_of(family, request, rows)
     if any(node.pending for node in path if node is not None):

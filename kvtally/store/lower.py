@@ -17,19 +17,21 @@ from functools import partial
 from kvtally.core.keys import ObjectKey
 from kvtally.core.residency import ChainConflict, Family, Node
 from kvtally.core.space import round_up
+from kvtally.store.beliefs import Beliefs, Claim
 from kvtally.store.context import Context
 from kvtally.store.jobs import Outcome, RemoveJob, WriteJob
-from kvtally.store.tier_state import FIRST_PAUSE_NS, TierState
-from kvtally.store.tiers.base import ObjectRecord
+from kvtally.store.tier_state import FIRST_PAUSE_NS, TierKind, TierState
+from kvtally.store.tiers.base import Boundary, ObjectRecord
 
 MOST_ATTEMPTS = 5  # to write an object for which a tier has no room; each evicts twice as much as the last
 MOST_FAILURES = 5  # of the device with one object, until it is given up
 
 
 class LowerTiers:
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, beliefs: Beliefs) -> None:
         self._context = context
         self._residency = context.residency
+        self._beliefs = beliefs
         self._writing: dict[int, tuple[Node, int, int]] = {}  # WriteJob -> what it copies, and to which tier
         self._newest: dict[tuple[int, ObjectKey], int] = {}  # tier, key -> the last WriteJob that is not done
 
@@ -65,11 +67,18 @@ class LowerTiers:
         return True
 
     def drop(self, node: Node, bit: int) -> None:
-        """The object was saved again with other bytes: take the old copies out of every tier."""
+        """The object was saved again with other bytes: take the old copies out of every tier that is this store's own.
+        Others' copies stay where they are: they are as good as ours."""
         for number in range(1, self._residency.tiers):
-            if self._residency.tier_mask(node, number) >> bit & 1:
-                self._residency.drop(node, bit, number)
-                self.remove(number, [node.family.key(node, bit)])
+            self.drop_from(number, node, bit)
+
+    def drop_from(self, number: int, node: Node, bit: int) -> None:
+        """Take an object out of one tier, or believe no longer that the tier has it."""
+        if not self._context.is_owned(number):
+            self._beliefs.forget(number, node, bit)
+        elif self._residency.tier_mask(node, number) >> bit & 1:
+            self._residency.drop(node, bit, number)
+            self.remove(number, [node.family.key(node, bit)])
 
     # ---- copies and removals
 
@@ -77,7 +86,7 @@ class LowerTiers:
         """Queue the object for every lower tier. A tier that cannot keep up gets it later, if it is still in the arena
         then: only queued objects are held there, and nobody waits."""
         for number, tier in enumerate(self._context.tiers, 1):
-            if self._residency.tier_mask(node, number) >> bit & 1:
+            if tier.info.kind is TierKind.PEERS or self._residency.tier_mask(node, number) >> bit & 1:
                 continue
             if self._must_wait(tier, node, bit):
                 tier.postpone(node, bit)
@@ -268,9 +277,19 @@ class LowerTiers:
             tier.counts.write_seconds += outcome.seconds
             tier.write_pause_ns = FIRST_PAUSE_NS
             tier.unremoved.pop(job.record.key, None)  # this write replaced what a removal had failed to take out
-            if self._is_current(job, node, bit):
+            if not self._context.is_owned(job.tier):
+                self._believe(job, node, bit, now_ns)
+            elif self._is_current(job, node, bit):
                 self._residency.add(node, bit, job.tier, length, job.record.checksum)
             elif place not in self._newest:  # otherwise a newer copy is on its way and replaces this one
                 self.remove(job.tier, [job.record.key])
         self._residency.unpin(node)
         self._catch_up(job.tier, now_ns)
+
+    def _believe(self, job: WriteJob, node: Node, bit: int, now_ns: int) -> None:
+        """A tier that others change has taken the object, and may lose it at any time."""
+        record = job.record
+        if self._is_current(job, node, bit):
+            boundary = Boundary(record.chain, record.parent, record.start_tokens, record.end_tokens)
+            claim = Claim(boundary, bit, record.length_bytes, record.checksum)
+            self._beliefs.take_in(job.tier, node.family, [claim], now_ns)

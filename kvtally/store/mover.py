@@ -23,7 +23,7 @@ from kvtally.core.keys import checksum_seed
 from kvtally.errors import KVTallyError
 from kvtally.store.arena import Arena
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, RemoveJob, WriteJob
-from kvtally.store.tiers.base import NoRoomError, ObjectRecord, Tier
+from kvtally.store.tiers.base import NoRoomError, ObjectRecord, SharedTier, Tier
 
 logger = logging.getLogger("kvtally.store")
 
@@ -95,7 +95,9 @@ class Mover:
         code = ""
         try:
             if isinstance(job, FindJob):
-                return Outcome(found=tuple(tier.find(job.keys)), seconds=time.perf_counter() - begun)
+                assert isinstance(tier, SharedTier)
+                found = tuple(tier.ask(job.namespace, job.boundaries))
+                return Outcome(found=found, seconds=time.perf_counter() - begun)
             code = self._carry_out(tier, job)
         except NoRoomError as error:  # not a failure: the store makes room
             return Outcome(code=error.code, is_crowded=True, seconds=time.perf_counter() - begun)

@@ -74,7 +74,7 @@ class Puts:
         slots: list[PutSlot] = []
         wanted: list[tuple[int, Node, int, int]] = []  # place in the answer, node, bit, length
         present: list[Node] = []
-        shifts = [tier * family.width for tier in self._context.readable_tiers(now_ns)]
+        shifts = [tier * family.width for tier in self._context.owned_tiers(now_ns)]
         room_bytes = self._residency.space.capacity_bytes // 2 - session.put_bytes  # nobody may lease more than half
         try:
             for item in request.objects:

@@ -15,7 +15,7 @@ from functools import partial
 from kvtally.core.receipts import Receipt, ReceiptBook
 from kvtally.store.alarms import Alarm
 from kvtally.store.context import Context, Session
-from kvtally.wire.messages import Done, ReceiptFile, ReceiptGet, Receipts
+from kvtally.wire.messages import Done, MissReason, ReceiptFile, ReceiptGet, Receipts
 
 HALF_TEXT_BYTES = 1_024  # for all texts of a half: a thousand receipts must fit into one frame
 MOST_LISTED = 1_000
@@ -39,6 +39,7 @@ class ReceiptDesk:
         self._fetches: dict[int, Fetch] = {}
         self._waiting_for: dict[str, dict[int, None]] = {}  # ticket -> fetches, in the order of their arrival
         self._of_session: dict[int, set[int]] = {}  # session -> fetches
+        self._withdrawn: list[str] = []  # tickets whose prefill has said that it saved nothing
 
     def __len__(self) -> int:
         return len(self._book)
@@ -55,7 +56,19 @@ class ReceiptDesk:
         if receipt.decode is not None:
             for number in list(self._waiting_for.get(request.ticket, ())):
                 self._answer(self._end(number), receipt)
+        if withdrawal(receipt):
+            self._withdrawn.append(request.ticket)
         self._context.send(session, Done(request.id))
+
+    def withdrawn(self, ticket: str, now_ns: int) -> str:
+        """Why the prefill of this ticket has saved nothing; empty if it has, or has not said so."""
+        receipt = self._book.find(ticket, now_ns) if ticket else None
+        return withdrawal(receipt) if receipt is not None else ""
+
+    def take_withdrawn(self) -> list[str]:
+        """The tickets whose promise was withdrawn since the last call."""
+        withdrawn, self._withdrawn = self._withdrawn, []
+        return withdrawn
 
     def get(self, session: Session, request: ReceiptGet, now_ns: int) -> None:
         if not request.ticket:
@@ -101,3 +114,9 @@ class ReceiptDesk:
         if not own:
             del self._of_session[fetch.session.id]
         return fetch
+
+
+def withdrawal(receipt: Receipt) -> str:
+    """Why prefill has saved nothing, by its own half; empty if it has, or has filed none."""
+    half = receipt.prefill
+    return half.reason or MissReason.REFUSED if half is not None and not half.saved_tokens else ""

@@ -18,10 +18,12 @@ from typing import NamedTuple
 
 from kvtally.core.residency import Family
 from kvtally.store.alarms import Alarm
+from kvtally.store.beliefs import Beliefs
 from kvtally.store.context import Context
 from kvtally.store.jobs import Outcome, RemoveJob
 from kvtally.store.lower import LowerTiers
 from kvtally.store.puts import Puts
+from kvtally.store.tier_state import TierKind
 from kvtally.wire.limits import SECOND_NS
 
 REMOVAL_NS = 3 * SECOND_NS // 2  # clients give up after 2 s by default, and should be told before that
@@ -53,8 +55,9 @@ class Forgetting:
 
 
 class Resets:
-    def __init__(self, context: Context, puts: Puts, lower: LowerTiers) -> None:
+    def __init__(self, context: Context, puts: Puts, lower: LowerTiers, beliefs: Beliefs) -> None:
         self._context = context
+        self._beliefs = beliefs
         self._residency = context.residency
         self._puts = puts
         self._lower = lower
@@ -75,7 +78,8 @@ class Resets:
             if session.family is family:
                 session.family = successor
         self._puts.reset(family)
-        if self._context.tiers:
+        self._beliefs.reset(family)
+        if any(tier.info.kind is TierKind.OWNED for tier in self._context.tiers):
             forgetting.alarm = self._context.alarms.set(now_ns + REMOVAL_NS, partial(self._late, forgetting))
         else:
             on_end(ResetEnd(forgetting.objects))
@@ -98,6 +102,8 @@ class Resets:
         keys, left = self._residency.sweep(forgetting.family, most_objects)
         is_swept = forgetting.family not in self._residency.forgotten
         for number, tier in enumerate(self._context.tiers, 1):
+            if not self._context.is_owned(number):
+                continue
             if is_swept:
                 keys[number] += self._lower.on_their_way(
                     forgetting.family, number

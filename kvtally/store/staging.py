@@ -3,9 +3,10 @@
     want ─▶ planner ─▶ pump: arena pieces, ReadJob ─▶ read: resident, or a reason ─▶ the leases that await nothing more
 
 Several leases may wait for one object, which is read once. An object that no lease waits for any more is given up,
-unless its read has begun. Owns the objects on their way up; what a lease promises is up to `leases`.
-Neighbours: `leases` (left), `lower` (what cannot be read is taken out), `mover` (right: carries ReadJobs out and
-verifies). No I/O.
+unless its read has begun. What came from elsewhere is written behind, like what was saved here. Owns the objects on
+their way up; what a lease promises is up to `leases`.
+Neighbours: `leases` (left), `lower` (what cannot be read is taken out), `beliefs` and `peers` (what others have, and
+whether they deliver it), `mover` (right: carries ReadJobs out and verifies). No I/O.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from dataclasses import dataclass, field
 from kvtally.core.prefetch import Planner
 from kvtally.core.residency import Node
 from kvtally.core.space import Piece
+from kvtally.store.beliefs import Beliefs
 from kvtally.store.context import Context
 from kvtally.store.jobs import Outcome, ReadJob
 from kvtally.store.lease import Lease, Part
 from kvtally.store.lower import LowerTiers
-from kvtally.store.tier_state import FIRST_PAUSE_NS
+from kvtally.store.peers import Peers
+from kvtally.store.tier_state import FIRST_PAUSE_NS, TierKind
 from kvtally.wire.messages import MissReason
 
 INTEGRITY_CODES = ("KV-401", "KV-402")
@@ -41,11 +44,15 @@ class Rising:
 class Staging:
     """Methods in which a read may end return the leases that await nothing more."""
 
-    def __init__(self, context: Context, planner: Planner[Part], lower: LowerTiers) -> None:
+    def __init__(
+        self, context: Context, planner: Planner[Part], lower: LowerTiers, beliefs: Beliefs, peers: Peers
+    ) -> None:
         self._context = context
         self._planner = planner
         self._residency = context.residency
         self._lower = lower
+        self._beliefs = beliefs
+        self._peers = peers
         self._rising: dict[Part, Rising] = {}
         self._reading: dict[int, Part] = {}  # ReadJob -> what it brings up
 
@@ -86,19 +93,35 @@ class Staging:
         for tier, state in enumerate(self._context.tiers, 1):
             while (key := self._planner.start(tier, state.speed.bytes_s)) is not None:
                 node, bit = key
-                pieces = self._residency.allocate(self._residency.length_bytes(node, bit))
+                gone = self._gone(tier, node, bit)
+                pieces = self._residency.allocate(self._residency.length_bytes(node, bit)) if gone is None else None
                 if pieces is None:
                     self._planner.ended(tier, key)
-                    done += self._end(node, bit, MissReason.ARENA_FULL)
+                    done += self._end(node, bit, MissReason.ARENA_FULL if gone is None else gone)
                 else:
                     self._start(node, bit, pieces, now_ns)
         return done
+
+    def _gone(self, tier: int, node: Node, bit: int) -> str | None:
+        """Why there is nothing to read: an object may have left its tier since it was asked for. None: it has not."""
+        if self._residency.tier_mask(node, tier) >> bit & 1:
+            return None
+        if self._residency.arena_mask(node) >> bit & 1:  # saved here meanwhile
+            return ""
+        is_peers = self._context.tiers[tier - 1].info.kind is TierKind.PEERS
+        return MissReason.PEER_LOST if is_peers else MissReason.ABSENT
 
     def _start(self, node: Node, bit: int, pieces: tuple[Piece, ...], now_ns: int) -> None:
         rising = self._rising[node, bit]
         rising.pieces, rising.is_reading = pieces, True
         self._context.tiers[rising.tier - 1].speed.began(now_ns)
-        job = ReadJob(id=self._context.new_id(), tier=rising.tier, record=self._lower.record(node, bit), pieces=pieces)
+        job = ReadJob(
+            id=self._context.new_id(),
+            tier=rising.tier,
+            record=self._lower.record(node, bit),
+            pieces=pieces,
+            place=self._beliefs.place(rising.tier, node, bit),
+        )
         self._reading[job.id] = (node, bit)
         self._context.jobs.append(job)
 
@@ -130,13 +153,16 @@ class Staging:
             return self._end(node, bit, "")
         reason = ""
         already = self._residency.arena_mask(node) >> bit & 1
-        wanted = self._residency.tier_mask(node, job.tier) >> bit & 1  # not forgotten while it was read
+        # Not forgotten while it was read. What others have may have left the index, and is right all the same.
+        is_owned = self._context.is_owned(job.tier)
+        wanted = self._residency.tier_mask(node, job.tier) >> bit & 1 if is_owned else not node.family.is_forgotten
         if outcome.code or already or not wanted:
             self._residency.space.free(job.pieces)
         if not wanted and not already:
             reason = MissReason.ABSENT  # it was forgotten while it was read, which is not the tier's fault
         if outcome.code and wanted:
-            reason = self._read_failed(job, outcome.code, node, bit, now_ns)
+            fail = self._read_failed if is_owned else self._not_delivered
+            reason = fail(job, outcome.code, node, bit, now_ns)
         elif not outcome.code:
             tier.counts.reads += 1
             tier.counts.read_bytes += length
@@ -146,9 +172,40 @@ class Staging:
             self._context.counts.staged.bytes += length
             if wanted and not already:
                 self._residency.publish(node, bit, job.pieces, length, job.record.checksum)
+            if not is_owned:
+                self._delivered(job, node, bit, now_ns)
             for lease in self._rising[node, bit].leases.values():
                 lease.staged_bytes += length
-        return self._end(node, bit, reason)
+        return self._end(node, bit, reason, came=not outcome.code)
+
+    def _delivered(self, job: ReadJob, node: Node, bit: int, now_ns: int) -> None:
+        """What others hold has arrived: it is this store's own from now on."""
+        self._beliefs.arrived(job.tier, node, bit, now_ns)
+        if job.place is not None:
+            self._peers.pulled(job.place.address, job.record.length_bytes)
+        if self._residency.arena_mask(node) >> bit & 1:
+            self._lower.write_behind(node, bit, now_ns)
+
+    def _not_delivered(self, job: ReadJob, code: str, node: Node, bit: int, now_ns: int) -> str:
+        """What others were said to hold has not arrived. Nothing of theirs is removed."""
+        tier = self._context.tiers[job.tier - 1]
+        tier.counts.errors[code] += 1
+        if code in INTEGRITY_CODES:
+            self._context.note_quarantine(tier.info.name, code, node, bit)
+            self._beliefs.accuse(job.tier, node, bit)
+            return MissReason.CHECKSUM
+        self._beliefs.forget(job.tier, node, bit)
+        if job.place is None:
+            if code == "KV-603":
+                return MissReason.ABSENT
+            if tier.readable(now_ns):
+                tier.object_unreadable(now_ns)
+            return MissReason.STAGING_FAILED
+        if code == "KV-605":
+            return MissReason.LIMIT
+        if code != "KV-603":
+            self._peers.unreadable(job.place.address, now_ns)
+        return MissReason.PEER_LOST
 
     def _read_failed(self, job: ReadJob, code: str, node: Node, bit: int, now_ns: int) -> str:
         """Drop an object that cannot be read. If it stayed in the index, it would be found and never saved again.
@@ -171,7 +228,7 @@ class Staging:
         self._lower.remove(job.tier, [job.record.key])
         return reason
 
-    def _end(self, node: Node, bit: int, reason: str) -> list[Lease]:
+    def _end(self, node: Node, bit: int, reason: str, *, came: bool = False) -> list[Lease]:
         """An object is in the arena, or will not come. Returns the leases that awaited nothing else."""
         rising = self._rising.pop((node, bit))
         has_left = not self._residency.tier_mask(node, rising.tier) >> bit & 1
@@ -179,8 +236,8 @@ class Staging:
             lease.awaited.discard((node, bit))
             lease.reason = lease.reason or reason
             lease.may_aim_lower |= bool(reason) and has_left
-            if not reason:
-                lease.staged.add(node)
+            if came and not reason:
+                lease.staged[node] = max(rising.tier, lease.staged.get(node, 0))
         self._residency.unpin(node)
         return [lease for lease in rising.leases.values() if not lease.awaited]
 

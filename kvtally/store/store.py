@@ -1,11 +1,13 @@
 """The store's logic as one object without I/O: messages, outcomes and time go in, messages and jobs come out.
 
 Owns sessions, the handshake's content, dispatch, stats and the order of events. The parts are `lookups` and `leases`
-(reading), `puts` and `lower` (writing), `receipts`, `resets`, and the index, `core.residency`; they know those to their
-right, and nothing calls back. The shell (`server`, `mover`) and the simulator drive it in the same way, which is why a
-whole node can be run from a seed. Single-threaded: the event loop's thread owns it.
+(reading), `puts` and `lower` (writing), `peers`, `offers` and `sends` (other stores), `beliefs`, `receipts`, `resets`,
+and the index, `core.residency`. They know those to their right, and nothing calls back: what the left must hear of, it
+takes after every event (`_follow_up`). The shell (`server`, `mover`, `dial`, `bulk`) and the simulator drive the store
+in the same way, which is why a whole cluster can be run from a seed. Single-threaded: the event loop's thread owns it.
 
     shell ──handle / disconnect / writer_gone / tick / job_done──▶ Store ──take_outbox / take_jobs──▶ shell
+          ──peer_said / peer_lost / pull / sent─────────────────▶       ──take_peer_messages / take_sends──▶
 """
 
 from __future__ import annotations
@@ -23,15 +25,19 @@ from kvtally.core.namespace import FORMAT_VERSION, Namespace, canonical, decode,
 from kvtally.core.residency import ARENA, Family, Residency, each_bit
 from kvtally.core.space import round_up
 from kvtally.errors import CapacityError
+from kvtally.store.beliefs import Beliefs
 from kvtally.store.context import Context, Session
-from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, WriteJob
+from kvtally.store.jobs import FindJob, Job, Outcome, PeerLink, ReadJob, SendJob, WriteJob
 from kvtally.store.leases import Leases
 from kvtally.store.lookups import Lookups
 from kvtally.store.lower import LowerTiers
+from kvtally.store.offers import Offers
+from kvtally.store.peers import Peers
 from kvtally.store.puts import Puts
 from kvtally.store.receipts import ReceiptDesk
 from kvtally.store.resets import MOST_OF_CLIENT, ResetEnd, Resets
-from kvtally.store.tier_state import TierInfo, TierState
+from kvtally.store.sends import Sends
+from kvtally.store.tier_state import TierInfo, TierKind, TierState
 from kvtally.store.tiers.base import ObjectRecord
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import (
@@ -40,7 +46,9 @@ from kvtally.wire.messages import (
     Greeting,
     Hello,
     Lookup,
+    Offer,
     Ping,
+    Pull,
     PutBegin,
     PutEnd,
     ReceiptFile,
@@ -83,18 +91,26 @@ class Store:
         tiers: Sequence[TierInfo] = (),
         verify_reads: bool = True,
         started_ns: int = 0,
+        address: str = "",
+        may_ask: Callable[[str], bool] = lambda address: False,
     ) -> None:
         self._name, self._version, self._verify_reads = name, version, verify_reads
         self._started_ns = started_ns
+        self._address = address
         residency = Residency(arena_bytes, len(tiers))
         self._residency = residency
         self._context = Context(residency, limits, [TierState(info) for info in tiers])
-        self._lower = LowerTiers(self._context)
+        self._beliefs = Beliefs(self._context)
+        peers_tier = next((number for number, info in enumerate(tiers, 1) if info.kind is TierKind.PEERS), 0)
+        self._peers = Peers(self._context, self._beliefs, tier=peers_tier, address=address, may_ask=may_ask)
+        self._lower = LowerTiers(self._context, self._beliefs)
         self._puts = Puts(self._context, self._lower)
-        self._resets = Resets(self._context, self._puts, self._lower)
-        self._leases = Leases(self._context, self._lower)
-        self._lookups = Lookups(self._context, self._leases, self._lower)
+        self._resets = Resets(self._context, self._puts, self._lower, self._beliefs)
+        self._leases = Leases(self._context, self._lower, self._beliefs, self._peers)
         self._receipts = ReceiptDesk(self._context)
+        self._lookups = Lookups(self._context, self._leases, self._beliefs, self._peers, self._receipts)
+        self._offers = Offers(self._context, self._lookups, self._leases)
+        self._sends = Sends(self._context, self._leases)
         self._last_session = 0
 
     # ---- connections
@@ -102,14 +118,17 @@ class Store:
     def greeting(self, *, nonce: bytes = b"") -> Greeting:
         limits = self._context.limits
         size = self._residency.space.capacity_bytes
-        return Greeting(PROTOCOL_VERSION, self._version, self._name, size, self._verify_reads, limits, nonce)
+        return Greeting(
+            PROTOCOL_VERSION, self._version, self._name, size, self._verify_reads, limits, nonce, self._address
+        )
 
-    def connect(self, *, shared_memory: bool, now_ns: int) -> int:
+    def connect(self, *, shared_memory: bool, now_ns: int, is_peer: bool = False) -> int:
+        """Let a client in, or another store (`is_peer`), which gets leases without shared memory."""
         if len(self._context.sessions) >= self._context.limits.clients:
             message = f"the store already serves {self._context.limits.clients} clients"
             raise CapacityError(message, remedy="Close idle clients, or start another store.", code="KV-301")
         self._last_session += 1
-        self._context.sessions[self._last_session] = Session(self._last_session, shared_memory)
+        self._context.sessions[self._last_session] = Session(self._last_session, shared_memory, is_peer)
         return self._last_session
 
     def disconnect(self, session_id: int, now_ns: int) -> None:
@@ -133,29 +152,35 @@ class Store:
         session = self._context.sessions[session_id]
         if isinstance(request, Hello):
             self._hello(session, request)
-        elif isinstance(request, Lookup | Wanted | SlotsGet | Release | PutBegin | PutEnd):
+        elif isinstance(request, Lookup | Wanted | SlotsGet | Release | Offer | PutBegin | PutEnd):
             self._handle_bytes(session, request, now_ns)
             self._follow_up(now_ns)
         elif isinstance(request, ReceiptFile):
             self._receipts.file(session, request, now_ns)
+            self._follow_up(now_ns)
         elif isinstance(request, ReceiptGet):
             self._receipts.get(session, request, now_ns)
         elif isinstance(request, Ping):
             self._context.send(session, Done(request.id))
         elif isinstance(request, StatsGet):
             self._context.send(session, Stats(request.id, msgspec.to_builtins(self.stats(now_ns))))
-        else:
+        elif isinstance(request, Reset):
             self._reset(session, request, now_ns)
+        else:
+            remedy = "Pull on a bulk connection (`Welcome.bulk_port`)."
+            self._context.refuse(session, request.id, "KV-503", "this connection carries no bytes", remedy)
 
     def _handle_bytes(
-        self, session: Session, request: Lookup | Wanted | SlotsGet | Release | PutBegin | PutEnd, now_ns: int
+        self, session: Session, request: Lookup | Wanted | SlotsGet | Release | Offer | PutBegin | PutEnd, now_ns: int
     ) -> None:
         if session.family is None:
             message = "this request needs a namespace"
             self._context.refuse(session, request.id, "KV-206", message, "Say hello with the engine's namespace first.")
         elif isinstance(request, Lookup):
             self._lookups.lookup(session, request, now_ns)
-        elif not session.shared_memory:
+        elif isinstance(request, Offer) and session.is_peer:
+            self._offers.take(session, session.family, request, now_ns)
+        elif not session.shared_memory and not (session.is_peer and isinstance(request, SlotsGet | Release)):
             message = "this request needs shared memory"
             remedy = "Connect over the unix socket on the store's own machine."
             self._context.refuse(session, request.id, "KV-204", message, remedy)
@@ -167,8 +192,11 @@ class Store:
             self._leases.release(session, request, now_ns)
         elif isinstance(request, PutBegin):
             self._puts.begin(session, request, now_ns)
-        else:
+        elif isinstance(request, PutEnd):
             self._puts.end(session, request, now_ns)
+        else:
+            message = "offers come from other stores"
+            self._context.refuse(session, request.id, "KV-503", message, "Say hello as a peer first.")
 
     def _hello(self, session: Session, request: Hello) -> None:
         refuse = partial(self._context.refuse, session, request.id)
@@ -255,10 +283,48 @@ class Store:
         self._follow_up(now_ns)
 
     def _follow_up(self, now_ns: int) -> None:
-        """After every event: answer lookups that waited for what has settled, and move leases on."""
-        for node in self._puts.take_settled():
-            self._lookups.settled(node, now_ns)
-        self._leases.advance(now_ns)
+        """After every event: look again for lookups that waited for what has changed, and move leases and offers on."""
+        is_done = False
+        while not is_done:
+            for node in self._puts.take_settled():
+                self._lookups.settled(node, now_ns)
+            for ticket in self._receipts.take_withdrawn():
+                self._lookups.withdrawn(ticket, now_ns)
+            for answer in self._peers.take_answers():
+                self._lookups.answered(answer, now_ns)
+            self._leases.advance(now_ns)
+            is_done = not self._offers.advance(now_ns) and not self._peers.has_answers
+        self._peers.give_back_ended()
+
+    # ---- other stores
+
+    def description(self, digest: bytes) -> bytes:
+        """The canonical description of a namespace, for a hello to another store."""
+        return canonical(self._residency.families[digest].namespace)
+
+    def peer_said(self, link: PeerLink, reply: Reply, now_ns: int) -> None:
+        """Another store has sent this on a link."""
+        self._peers.said(link, reply, now_ns)
+        self._follow_up(now_ns)
+
+    def peer_lost(self, link: PeerLink, code: str, now_ns: int) -> None:
+        """A link could not be made, was refused, or has ended."""
+        self._peers.lost(link, code, now_ns)
+        self._follow_up(now_ns)
+
+    def take_peer_messages(self) -> list[tuple[PeerLink, Request]]:
+        return self._peers.take_outbox()
+
+    def pull(self, connection: int, request: Pull, now_ns: int) -> None:
+        """Another store pulls an object, on a bulk connection."""
+        self._sends.pull(connection, request, now_ns)
+
+    def take_sends(self) -> list[SendJob]:
+        return self._sends.take_jobs()
+
+    def sent(self, job: SendJob, outcome: Outcome, now_ns: int) -> None:
+        self._sends.sent(job, outcome)
+        self._follow_up(now_ns)
 
     # ---- tools
 
@@ -274,7 +340,11 @@ class Store:
             self._context.refuse(session, request.id, "KV-302", message, "Wait for the answers first.")
             return
         session.resets += 1
-        self.reset(digest, now_ns, partial(self._reset_ended, session, request.id))
+        on_end = partial(self._reset_ended, session, request.id)
+        if session.is_peer:  # it tells its other peers itself
+            self._resets.begin(self._residency.families[digest], now_ns, on_end)
+        else:
+            self.reset(digest, now_ns, on_end)
 
     def _reset_ended(self, session: Session, request: int, end: ResetEnd) -> None:
         session.resets -= 1
@@ -286,6 +356,7 @@ class Store:
     def reset(self, digest: bytes, now_ns: int, on_end: Callable[[ResetEnd], None] = lambda end: None) -> None:
         """Forget every object of a namespace. `on_end` is called when lower tiers have removed them, or could not."""
         self._resets.begin(self._residency.families[digest], now_ns, on_end)
+        self._peers.reset(digest)
         self._follow_up(now_ns)
 
     def tick(self, now_ns: int) -> int | None:
@@ -338,6 +409,9 @@ class Store:
             puts=counts.puts,
             staged=counts.staged,
             leases=structs.replace(counts.leases, open=self._leases.open, waiting=planner.waiting),
+            beliefs=len(self._beliefs),
+            peers=self._peers.stats(now_ns),
+            sends=structs.replace(counts.sends, open=self._sends.open),
             clients=[_client_stats(session) for session in context.sessions.values()],
             namespaces=[_namespace_stats(family) for family in residency.families.values()],
             receipts=len(self._receipts),
@@ -350,6 +424,8 @@ class Store:
         self._residency.check()
         self._lookups.check()
         self._leases.check()
+        self._beliefs.check()
+        self._peers.check()
         in_flight = self._puts.open_pieces() + self._leases.staging.pieces()
         owned = self._residency.owned_pieces() + in_flight
         owned.sort()

@@ -7,6 +7,7 @@ Neighbours: `lower` and `staging` (which use the tier), `store` (shows the state
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from msgspec import structs
 
@@ -17,13 +18,21 @@ from kvtally.wire.limits import SECOND_NS
 from kvtally.wire.stats import TierStats
 
 
+class TierKind(Enum):
+    """Who changes a tier. What others may change is only ever believed, for a few seconds (`beliefs`)."""
+
+    OWNED = "owned"  # this store alone: its index knows what the tier holds
+    PEERS = "peers"  # other nodes' stores: pulled from, never written to
+    POOL = "pool"  # an engine that several stores share: asked before it is read (`FindJob`), and written to
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierInfo:
-    """What the store must know of a lower tier. One that cannot list its objects is asked for them (`FindJob`)."""
+    """What the store must know of a lower tier."""
 
     name: str
     capacity_bytes: int | None
-    enumerable: bool = True
+    kind: TierKind = TierKind.OWNED
 
 
 FIRST_PAUSE_NS = 1 * SECOND_NS
@@ -40,6 +49,8 @@ class TierState:
     read_paused_until_ns: int = 0
     write_pause_ns: int = FIRST_PAUSE_NS
     read_pause_ns: int = FIRST_PAUSE_NS
+    ask_paused_until_ns: int = 0
+    ask_pause_ns: int = FIRST_PAUSE_NS
     unreadable: int = 0  # objects in a row that could not be read
     queued_bytes: int = 0  # on their way down
     speed: Speed = field(default_factory=Speed)
@@ -66,6 +77,20 @@ class TierState:
             self.read_paused_until_ns = now_ns + self.read_pause_ns
             self.read_pause_ns = min(2 * self.read_pause_ns, LONGEST_PAUSE_NS)
 
+    def askable(self, now_ns: int) -> bool:
+        """Whether to ask it now what it holds."""
+        return now_ns >= self.ask_paused_until_ns and self.readable(now_ns)
+
+    def ask_failed(self, now_ns: int) -> None:
+        """It failed to say what it holds, or took too long: of many lookups, one pays for that."""
+        if now_ns >= self.ask_paused_until_ns:
+            self.ask_paused_until_ns = now_ns + self.ask_pause_ns
+            self.ask_pause_ns = min(2 * self.ask_pause_ns, LONGEST_PAUSE_NS)
+
+    def asked(self) -> None:
+        """It has said what it holds."""
+        self.ask_paused_until_ns, self.ask_pause_ns = 0, FIRST_PAUSE_NS
+
     def object_unreadable(self, now_ns: int) -> None:
         """One unreadable object may be a bad sector. Two in a row mean that the device fails."""
         self.unreadable += 1
@@ -82,10 +107,12 @@ class TierState:
         return bool(self.unremoved or self.retrying)
 
     def postpone(self, node: Node, bit: int, failures: int = 0) -> None:
-        self.postponed[node, bit] = failures
-        if len(self.postponed) > MOST_POSTPONED:
-            del self.postponed[next(iter(self.postponed))]
+        """If too many wait, this one is dropped: those before it are earlier in their chains, and a chunk is worth
+        nothing without the chunks before it."""
+        if len(self.postponed) >= MOST_POSTPONED and (node, bit) not in self.postponed:
             self.counts.dropped += 1
+        else:
+            self.postponed[node, bit] = failures
 
     def stats(self, now_ns: int, *, used_bytes: int, objects: int, evicted: int) -> TierStats:
         """Everything to be shown of it now."""
@@ -108,4 +135,6 @@ class TierState:
             return "stuck"
         if not self.readable(now_ns):
             return "failing"
+        if now_ns < self.ask_paused_until_ns:
+            return "not-answering"
         return "ok" if self.writable(now_ns) and not self.write_speed.is_stuck(now_ns) else "not-writing"

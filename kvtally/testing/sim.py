@@ -31,7 +31,7 @@ from kvtally.errors import KVTallyError
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, RemoveJob, WriteJob
 from kvtally.store.mover import read_verified
 from kvtally.store.store import Store
-from kvtally.store.tier_state import TierInfo
+from kvtally.store.tier_state import TierInfo, TierKind
 from kvtally.store.tiers.base import NoRoomError, Tier
 from kvtally.store.tiers.disk import DiskTier
 from kvtally.testing.sim_client import ALIGNMENT, CHUNK, Client
@@ -159,7 +159,7 @@ class Node:
             infos.append(TierInfo(name="disk", capacity_bytes=self.disk_bytes))
         if self.shared is not None:
             self.tiers.append(self.shared)
-            infos.append(TierInfo(name="shared", capacity_bytes=None, enumerable=False))
+            infos.append(TierInfo(name="shared", capacity_bytes=None, kind=TierKind.POOL))
         self.store = Store(
             name=f"g{self.generation}", version="sim", arena_bytes=self.arena_bytes, limits=LIMITS, tiers=infos
         )
@@ -237,7 +237,7 @@ class Node:
                 if not read_verified(tier, job.record, self.views(job.pieces)):
                     outcome = Outcome(code="KV-401")
             elif isinstance(job, FindJob):
-                outcome = Outcome(found=tuple(tier.find(job.keys)))
+                outcome = Outcome(found=tuple(self.shared.ask(job.namespace, job.boundaries) if self.shared else ()))
             elif isinstance(job, RemoveJob):
                 tier.remove(job.keys)
                 for key in job.keys:

@@ -10,13 +10,14 @@ import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
+from itertools import product
 from random import Random
 
 from kvtally.core.checksum import object_checksum
 from kvtally.core.keys import CHAIN_BYTES, ROOT_CHAIN, ObjectKey
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.errors import IntegrityError, TierError
-from kvtally.store.tiers.base import ObjectRecord
+from kvtally.store.tiers.base import Boundary, Holding, ObjectRecord
 
 
 class Operation(StrEnum):
@@ -210,6 +211,17 @@ class MemoryTier:
     def find(self, keys: Sequence[ObjectKey]) -> list[ObjectRecord | None]:
         held = [self.objects.get(key) for key in keys]
         return [found[0] if found else None for found in held]
+
+    def ask(self, namespace: Namespace, boundaries: Sequence[Boundary]) -> list[Holding | None]:
+        found: list[Holding | None] = []
+        for boundary in boundaries:
+            rows = []
+            for group, rank in product(range(len(namespace.groups)), range(namespace.ranks)):
+                held = self.objects.get(ObjectKey(namespace.digest, boundary.chain, group, rank))
+                if held is not None:
+                    rows.append((group * namespace.ranks + rank, held[0].checksum))
+            found.append(Holding(tuple(rows)) if rows else None)
+        return found
 
     def close(self) -> None:
         """Nothing to release: a test can still look at what was written."""

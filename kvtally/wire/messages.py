@@ -126,7 +126,9 @@ class Lookup(Message, frozen=True, tag="lookup"):
     ahead: int = 0  # requests that the engine begins before this one
     early: bool = False  # the engine has not come to this request yet; it says `Wanted` when it has
     prefill_tokens_s: int = 0  # what the engine computes in a second, to be compared with loading; 0: load anyway
-    slots: bool = False  # include where the objects of rank 0 lie, if all of them are in the arena; to a peer: all ranks
+    slots: bool = (
+        False  # include where the objects of rank 0 lie, if all of them are in the arena; to a peer: all ranks
+    )
     source: str = ""  # address of a store that probably has more of this prompt
     ticket: str = ""  # of the prefill that saves it: if its half says that it saved nothing, waiting is over
     until_tokens: int = 0  # a promised boundary: worth waiting for (`wait_ms`) though nobody has begun to write it

@@ -140,6 +140,32 @@ class LeaseStats(msgspec.Struct):
     expired: Annotated[int, counter("kvtally_leases_expired", "Leases not released in time.")] = 0
 
 
+class PeerStats(msgspec.Struct):
+    """One other store, as this one knows it."""
+
+    name: str = ""  # its address
+    state: str = "ok"  # or "lost"
+    asks: Annotated[int, counter("kvtally_peer_asks", "Lookups that another store was asked about.")] = 0
+    hits: Annotated[int, counter("kvtally_peer_hits", "Those for which it had something.")] = 0
+    objects: Annotated[int, counter("kvtally_peer_pulled_objects", "Objects pulled from another store.")] = 0
+    bytes: Annotated[int, counter("kvtally_peer_pulled_bytes", "Bytes pulled from another store.")] = 0
+    errors: Annotated[dict[str, int], counter("kvtally_peer_errors", "Failures of another store.", label="code")] = (
+        msgspec.field(default_factory=_counter)
+    )
+
+
+class SendStats(msgspec.Struct):
+    """What other stores have pulled from this one."""
+
+    open: Annotated[int, gauge("kvtally_sends_open", "Objects being sent to other stores.")] = 0
+    objects: Annotated[int, counter("kvtally_sent_objects", "Objects sent to other stores.")] = 0
+    bytes: Annotated[int, counter("kvtally_sent_bytes", "Bytes sent to other stores.")] = 0
+    failed: Annotated[int, counter("kvtally_sends_failed", "Sends that did not end.")] = 0
+    refused: Annotated[
+        dict[str, int], counter("kvtally_pulls_refused", "Pulls answered without bytes.", label="status")
+    ] = msgspec.field(default_factory=_counter)
+
+
 class ClientStats(msgspec.Struct):
     session: int = 0
     client: str = ""
@@ -199,6 +225,9 @@ class StoreStats(msgspec.Struct):
     puts: PutStats = msgspec.field(default_factory=PutStats)
     staged: StagedStats = msgspec.field(default_factory=StagedStats)
     leases: LeaseStats = msgspec.field(default_factory=LeaseStats)
+    beliefs: Annotated[int, gauge("kvtally_beliefs", "Answers of peers and pools that are believed now.")] = 0
+    peers: Annotated[list[PeerStats], Each("peer")] = []
+    sends: SendStats = msgspec.field(default_factory=SendStats)
     clients: Annotated[list[ClientStats], gauge("kvtally_clients", "Connected clients.")] = []
     namespaces: Annotated[list[NamespaceStats], gauge("kvtally_namespaces", "Namespaces known.")] = []
     receipts: Annotated[int, gauge("kvtally_receipts", "Receipts kept.")] = 0

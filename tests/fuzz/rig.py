@@ -19,7 +19,8 @@ from kvtally.core.space import Piece, round_up
 from kvtally.errors import TransportError
 from kvtally.store.jobs import Job, Outcome, RemoveJob, WriteJob
 from kvtally.store.mover import Mover
-from kvtally.store.store import Store, TierInfo
+from kvtally.store.store import Store
+from kvtally.store.tier_state import TierInfo, TierKind
 from kvtally.store.tiers.base import Tier
 from kvtally.store.tiers.disk import DiskTier
 from kvtally.testing.tiers import MemoryDevice, MemoryTier
@@ -83,7 +84,7 @@ class Rig:
         ]
         infos = [
             TierInfo(name="disk", capacity_bytes=40 * GRANULE),
-            TierInfo(name="shared", capacity_bytes=None, enumerable=False),
+            TierInfo(name="shared", capacity_bytes=None, kind=TierKind.POOL),
         ]
         self.store = Store(name="rig", version="0", arena_bytes=ARENA_BYTES, limits=LIMITS, tiers=infos)
         self._mover = Mover(self.tiers, self)  # type: ignore[arg-type] # of an arena it needs nothing but `views`

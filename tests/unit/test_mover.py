@@ -12,11 +12,12 @@ import msgspec
 import pytest
 
 from kvtally.core.keys import ObjectKey
+from kvtally.core.namespace import Namespace
 from kvtally.core.space import Piece
 from kvtally.store.arena import Arena
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, RemoveJob, WriteJob
 from kvtally.store.mover import Batch, Mover
-from kvtally.store.tiers.base import NoRoomError, ObjectRecord
+from kvtally.store.tiers.base import Boundary, Holding, NoRoomError, ObjectRecord
 from kvtally.testing.tiers import MemoryTier, sample_record
 from kvtally.wire.limits import MIB
 from tests.waiting import HANG_S, HOUR_S, eventually
@@ -55,6 +56,10 @@ class WatchedTier:
     def find(self, keys: Sequence[ObjectKey]) -> list[ObjectRecord | None]:
         self.before("find")
         return self.inner.find(keys)
+
+    def ask(self, namespace: Namespace, boundaries: Sequence[Boundary]) -> Sequence[Holding | None]:
+        self.before("ask")
+        return self.inner.ask(namespace, boundaries)
 
     def close(self) -> None:
         self.inner.close()
@@ -181,11 +186,12 @@ def test_an_unexpected_error_is_logged_once_and_kills_no_thread(
     assert loop.outcomes(1)[2].code == ""
 
 
-def test_find_answers_for_each_key(tier: WatchedTier, loop: Loop, mover: Mover) -> None:
+def test_a_question_is_answered_for_each_boundary(tier: WatchedTier, loop: Loop, mover: Mover) -> None:
     held, absent = sample_record(1, b"x"), sample_record(2, b"y")
     tier.inner.objects[held.key] = (held, b"x")
-    mover.submit([FindJob(id=1, tier=TIER, keys=(absent.key, held.key))])
-    assert loop.outcomes(1)[1].found == (None, held)
+    boundaries = tuple(Boundary(r.chain, r.parent, r.start_tokens, r.end_tokens) for r in (absent, held))
+    mover.submit([FindJob(id=1, tier=TIER, namespace=held.namespace, boundaries=boundaries)])
+    assert loop.outcomes(1)[1].found == (None, Holding(((0, held.checksum),)))
 
 
 def test_writes_and_removes_keep_their_order(tier: WatchedTier, loop: Loop, mover: Mover) -> None:

@@ -12,8 +12,8 @@ from kvtally.core.receipts import Half, Role
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, RemoveJob, WriteJob
 from kvtally.store.lower import MOST_FAILURES
 from kvtally.store.store import Store
-from kvtally.store.tier_state import TierInfo
-from kvtally.store.tiers.base import ObjectRecord
+from kvtally.store.tier_state import TierInfo, TierKind
+from kvtally.store.tiers.base import Holding
 from kvtally.wire.frames import encode
 from kvtally.wire.limits import Limits
 from kvtally.wire.messages import (
@@ -430,25 +430,27 @@ def test_what_could_not_be_removed_is_removed_later() -> None:
     assert node.store.stats(0).tiers[0].unremoved == 0
 
 
-def test_shared_tier_is_asked_and_the_index_learns() -> None:
-    node = Node(tiers=(TierInfo(name="redis", capacity_bytes=None, enumerable=False),))
+POOL = TierInfo(name="redis", capacity_bytes=None, kind=TierKind.POOL)
+
+
+def test_a_pool_is_asked_and_believed_for_a_while() -> None:
+    node = Node(tiers=(POOL,))
     assert node.lookup(hold=True) is None
     job = node.jobs.pop()
     assert isinstance(job, FindJob)
-    known = {(CHAINS[0], 0): 4096, (CHAINS[0], 1): 5000}
-    found = tuple(
-        ObjectRecord(
-            namespace=HYBRID, chain=key.chain, parent=ROOT_CHAIN, start_tokens=0, end_tokens=256, group=key.group,
-            rank=key.rank, length_bytes=known[key.chain, key.group], checksum=1,
-        )
-        if (key.chain, key.group) in known
-        else None
-        for key in job.keys
-    )  # fmt: skip
-    node.store.job_done(job, Outcome(found=found), node.now_ns)
+    assert [boundary.end_tokens for boundary in job.boundaries] == ENDS
+    rows = Holding(((0, 1), (1, 1)), tails=(32,))
+    node.store.job_done(job, Outcome(found=(rows, None, None, None)), node.now_ns)
     answer = node.reply()
-    assert (answer.end_tokens, answer.staging) == (256, 2)
+    assert (answer.end_tokens, answer.staging, answer.tails) == (256, 2, [32])
     assert all(isinstance(job, ReadJob) for job in node.jobs)
+    node.finish()
+    staged = node.reply()
+    assert (staged.end_tokens, staged.pool_tokens, staged.disk_tokens) == (256, 256, 0)
+    assert not node.jobs  # what came from the pool is not written there again
+    assert node.store.stats(0).beliefs == 1
+    node.advance(6)
+    assert node.store.stats(0).beliefs == 0
 
 
 def test_bad_bytes_are_quarantined_and_not_served_again() -> None:

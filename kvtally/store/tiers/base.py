@@ -19,7 +19,7 @@ called once, before anything else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -44,6 +44,23 @@ class ObjectRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def key(self) -> ObjectKey:
         return ObjectKey(self.namespace.digest, self.chain, self.group, self.rank)
+
+
+class Boundary(NamedTuple):
+    """One boundary of a prompt, as a shared tier is asked about it."""
+
+    chain: bytes
+    parent: bytes
+    start_tokens: int
+    end_tokens: int
+
+
+class Holding(NamedTuple):
+    """What a shared tier holds at a boundary: for each object its bit (`group * ranks + rank`) and checksum, and the
+    lengths of the tails beneath it."""
+
+    rows: tuple[tuple[int, int], ...]
+    tails: tuple[int, ...] = ()
 
 
 class NoRoomError(TierError):
@@ -83,7 +100,15 @@ class Tier(Protocol):
         """Forget these objects. Unknown keys are ignored."""
 
     def find(self, keys: Sequence[ObjectKey]) -> list[ObjectRecord | None]:
-        """What is held under each of these keys. The store asks only tiers whose `recover` yields nothing."""
+        """What is held under each of these keys. For checks: the store knows what its own tiers hold."""
 
     def close(self) -> None:
         """Flush and let go of every resource. Idempotent."""
+
+
+@runtime_checkable
+class SharedTier(Tier, Protocol):
+    """A tier that other stores write to as well. It is asked what it holds before it is read."""
+
+    def ask(self, namespace: Namespace, boundaries: Sequence[Boundary]) -> Sequence[Holding | None]:
+        """What is held at each of these boundaries of one prompt, in one question for all of them."""
