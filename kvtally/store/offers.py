@@ -26,7 +26,7 @@ from kvtally.store.context import Context, Session
 from kvtally.store.leases import Leases
 from kvtally.store.lookups import Lookups
 from kvtally.wire.limits import SECOND_NS
-from kvtally.wire.messages import Done, Found, Lookup, MissReason, Offer, Release, Reply, Staged
+from kvtally.wire.messages import Done, Found, Lookup, MissReason, Offer, Refused, Release, Reply, Staged
 
 MOST_OFFERS = 256  # followed at once
 WAIT_MS = 2_000  # for a boundary, each time
@@ -105,6 +105,8 @@ class Offers:
         elif isinstance(reply, Staged) and reply.lease == followed.lease:
             lease = reply.lease if reply.end_tokens else 0  # one that holds nothing is over
             self._reached(followed, reply.end_tokens, lease, reply.reason, now_ns)
+        elif isinstance(reply, Refused):  # the offer makes no sense
+            self._end(followed.id, now_ns)
 
     def _reached(self, followed: Followed, end_tokens: int, lease: int, reason: str, now_ns: int) -> None:
         """So much of the prompt is in the arena now."""

@@ -86,7 +86,8 @@ class Link:
     """What is known of one link. The shell connects it when something is to be sent."""
 
     resets: int = 0  # of its namespace, that the peer has carried out, by this store's count
-    resetting: int = 0  # the Reset that was sent and not answered yet
+    resetting: int = 0  # the Reset that was sent and not answered yet; 0: none
+    reset_count: int = 0  # what `resets` is when it is done
     held: list[Ask] = field(default_factory=list)  # questions that wait for that
 
 
@@ -206,9 +207,10 @@ class Peers:
             self._outbox.append((ask.link, ask.request))
 
     def _send_reset(self, link: PeerLink) -> None:
-        if not self._links[link].resetting:
-            number = self._links[link].resetting = self._context.new_id()
-            self._outbox.append((link, Reset(number, link.namespace)))
+        state = self._links[link]
+        if not state.resetting:
+            state.resetting, state.reset_count = self._context.new_id(), self._resets[link.namespace]
+            self._outbox.append((link, Reset(state.resetting, link.namespace)))
 
     # ---- what peers say
 
@@ -304,8 +306,7 @@ class Peers:
         state = self._links.get(link)
         if state is None or state.resetting != number:
             return
-        state.resetting = 0
-        state.resets = self._resets[link.namespace]
+        state.resetting, state.resets = 0, state.reset_count
         held, state.held = state.held, []
         for ask in held:
             self._send_ask(ask)

@@ -299,8 +299,9 @@ class Store:
     # ---- other stores
 
     def description(self, digest: bytes) -> bytes:
-        """The canonical description of a namespace, for a hello to another store."""
-        return canonical(self._residency.families[digest].namespace)
+        """The canonical description of a namespace, for a hello to another store; empty if it is not known any more."""
+        family = self._residency.families.get(digest)
+        return canonical(family.namespace) if family is not None else b""
 
     def peer_said(self, link: PeerLink, reply: Reply, now_ns: int) -> None:
         """Another store has sent this on a link."""

@@ -9,7 +9,7 @@ import pytest
 from kvtally.core.keys import ROOT_CHAIN, chain_values, chunk_ends, token_bytes
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace, canonical
 from kvtally.core.receipts import Half, Role
-from kvtally.store.jobs import Outcome, PeerLink, ReadJob, SendJob, WriteJob
+from kvtally.store.jobs import Outcome, PeerLink, ReadJob, WriteJob
 from kvtally.store.store import Store
 from kvtally.store.tier_state import TierInfo, TierKind
 from kvtally.wire.bulk import PullStatus
@@ -30,6 +30,7 @@ from kvtally.wire.messages import (
     Release,
     Reply,
     Reset,
+    ResetDone,
     Staged,
     Welcome,
 )
@@ -113,8 +114,9 @@ class Pair:
 
     def settle(self) -> None:
         """Deliver everything, until nothing more happens."""
-        while any([self._turn(node) for node in self.nodes()]):
-            pass
+        is_done = False
+        while not is_done:
+            is_done = sum(self._turn(node) for node in self.nodes()) == 0
         for node in self.nodes():
             node.store.check()
 
@@ -180,7 +182,8 @@ class Pair:
 def found_and_staged(replies: object) -> tuple[Found, Staged]:
     assert isinstance(replies, list)
     found, staged = replies
-    assert isinstance(found, Found) and isinstance(staged, Staged)
+    assert isinstance(found, Found)
+    assert isinstance(staged, Staged)
     return found, staged
 
 
@@ -204,7 +207,7 @@ def test_only_what_is_missing_is_pulled() -> None:
     pair = Pair()
     pair.b.save(0, 1, checksum=8)  # the same prompt, computed here: other bits
     pair.a.save(0, 1, 2)
-    found, staged = found_and_staged(pair.b.lookup(source=pair.a))
+    _, staged = found_and_staged(pair.b.lookup(source=pair.a))
     assert (staged.end_tokens, staged.peer_tokens) == (768, 256)
     assert pair.b.store.stats(pair.now_ns).quarantined.count == {}
 
@@ -257,7 +260,7 @@ def test_bytes_that_do_not_verify_are_no_hit_and_their_store_is_told() -> None:
     pair = Pair()
     pair.a.save(0, 1)
     pair.outcome = Outcome(code="KV-401")
-    found, staged = found_and_staged(pair.b.lookup(source=pair.a))
+    _, staged = found_and_staged(pair.b.lookup(source=pair.a))
     assert (staged.end_tokens, staged.reason) == (0, MissReason.CHECKSUM)
     pair.advance(6)
     assert pair.a.store.stats(pair.now_ns).quarantined.count == {"arena": 2}
@@ -420,7 +423,8 @@ class TestLending:
         pair.a.store.take_outbox()
         pair.a.store.handle(other, Lookup(5, b"".join(CHAINS), ENDS, 1024, hold=True), pair.now_ns)
         ((_, reply),) = pair.a.store.take_outbox()
-        assert isinstance(reply, Found) and (reply.end_tokens, reply.reason) == (0, MissReason.LIMIT)
+        assert isinstance(reply, Found)
+        assert (reply.end_tokens, reply.reason) == (0, MissReason.LIMIT)
 
     def test_an_object_stays_while_it_is_sent_whatever_becomes_of_its_lease(self) -> None:
         pair = Pair()
@@ -445,7 +449,7 @@ class TestLending:
         for pull in (Pull(9, 12345, 0, 0, 0), Pull(9, own.lease, 0, 0, 0)):  # no such lease; an engine's lease
             pair.a.store.pull(1, pull, pair.now_ns)
             (send,) = pair.a.store.take_sends()
-            assert isinstance(send, SendJob) and (send.status, send.pieces) == (PullStatus.GONE, ())
+            assert (send.status, send.pieces) == (PullStatus.GONE, ())
 
     def test_a_peer_may_not_write(self) -> None:
         pair = Pair()
@@ -454,7 +458,8 @@ class TestLending:
         (session,) = pair.a.links.values()
         pair.a.store.handle(session, PutBegin(2, []), pair.now_ns)
         ((_, reply),) = pair.a.store.take_outbox()
-        assert isinstance(reply, Refused) and reply.code == "KV-204"
+        assert isinstance(reply, Refused)
+        assert reply.code == "KV-204"
 
 
 class TestOffers:
@@ -516,3 +521,19 @@ class TestResets:
             node.store.job_done(job, Outcome(), pair.now_ns)
         pair.settle()
         assert pair.b.store.stats(pair.now_ns).arena.objects == 0
+
+    def test_a_reset_while_one_is_under_way_is_carried_out_as_well(self) -> None:
+        pair = Pair()
+        pair.a.save(0)
+        pair.b.lookup(source=pair.a)
+        pair.mute.add("a")
+        pair.b.ask(Reset(8))
+        pair.b.ask(Reset(9))
+        pair.mute.clear()
+        pair.advance(1)
+        pair.b.take()
+        link = PeerLink(pair.a.address, DENSE.digest)
+        first = pair.b.store._peers._links[link].resetting
+        pair.b.store.peer_said(link, ResetDone(first, 1), pair.now_ns)  # of the first one
+        assert pair.b.lookup(source=pair.a).end_tokens == 0
+        assert pair.a.lookup().end_tokens == 0
