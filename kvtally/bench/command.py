@@ -9,31 +9,29 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvtally.bench.report import Run
 from kvtally.config.units import parse_size
 from kvtally.errors import ConfigError
 from kvtally.processes import workplace
 
-
-class Measured(Protocol):
-    """What the figures of every bench say about the run itself."""
-
-    elapsed_s: float
+F = TypeVar("F", bound=Run)
+T = TypeVar("T")
 
 
-F = TypeVar("F", bound=Measured)
-
-
-def json_option(parser: argparse.ArgumentParser) -> None:
+def command_line(name: str, description: str) -> argparse.ArgumentParser:
+    """The command `kvtally bench NAME`, so far with the option that every bench has."""
+    parser = argparse.ArgumentParser(prog=f"kvtally bench {name}", description=description)
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+    return parser
 
 
 def measure(options: argparse.Namespace, run: Callable[[Path], F], page: Callable[[F], RenderableType]) -> F:
@@ -68,6 +66,11 @@ def disk_directory(parent: str | None) -> tempfile.TemporaryDirectory[str]:
     except OSError as error:
         what = f"--dir {parent} cannot be used: {error}"
         raise ConfigError(what, remedy="Give a directory that you can write to.", code="KV-103") from error
+
+
+def in_turn(number: int, arms: Sequence[T]) -> Sequence[T]:
+    """The arms of round `number`, in the order in which they are measured: each comes first equally often."""
+    return arms[::-1] if number % 2 else arms
 
 
 class Meter:

@@ -28,15 +28,15 @@ import msgspec
 
 from kvtally.errors import ConfigError, TransportError
 from kvtally.processes import Worker, own_environment, serve
-from kvtally.testing.engines import margin
+from kvtally.testing.engines import OFFLINE, Output
 from kvtally.testing.models import GDN, tiny_models
+from kvtally.testing.runner import drain, forget, output_of
 
 START_S = 900.0  # a large model's weights take their time
 ASK_S = 300.0
 SETTLE_S = 60.0
 BURST_S = 240.0
 WATCH_S = 180.0
-POLL_S = 0.01
 BRIEF_PAUSE_S = 0.2
 ROOM_TOKENS = 64  # of the longest request, beyond the prompt
 FILLER_PROMPT_TOKENS = 32
@@ -45,13 +45,12 @@ BUS_PIECE_BYTES = 64 << 20
 REMEDY = "It needs a Python with vLLM, given by --python, and a model that vLLM serves with --engine's settings."
 # On a CPU every engine gets what vLLM itself would give the kernels, and one core is left for everything else.
 CPU_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
+    **OFFLINE,
     "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: with two cores, more of them would measure the kernel
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
 }
 
 
@@ -125,15 +124,10 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     model: str
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """`seconds` until the engine returned; with one token to answer, this is the time to the first token. `margins`: by
-    how much each token's logprob leads the runner-up's."""
+class Answer(Output, frozen=True, kw_only=True):
+    """`seconds` until the engine returned. With one token to answer, this is the time to the first token."""
 
     seconds: float = 0.0
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    margins: list[float] = []
-    cached_tokens: int = 0
 
 
 class Bursted(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,10 +265,6 @@ class Engine:
         self._llm = LLM(**arguments)
         self._count = 0
 
-    @property
-    def _scheduler(self) -> Any:
-        return self._llm.llm_engine.engine_core.engine_core.scheduler
-
     def ask(self, ask: Ask) -> Answer:
         if ask.forget:
             self._forget()
@@ -397,21 +387,11 @@ class Engine:
         return outputs
 
     def _drain(self) -> None:
-        """Step on until nothing is left to do, saves included, as an engine in a process of its own does by itself."""
-        deadline = time.monotonic() + SETTLE_S
-        while self._scheduler.has_requests():
-            self._llm.llm_engine.step()
-            if time.monotonic() >= deadline:
-                raise _late("the engine still has work")
+        if not drain(self._llm, SETTLE_S):
+            raise _late("the engine still has work")
 
     def _forget(self) -> None:
-        """vLLM refuses while blocks are in use, and a connector may hold some until they are saved."""
-        deadline = time.monotonic() + SETTLE_S
-        while not self._llm.reset_prefix_cache():
-            if time.monotonic() >= deadline:
-                raise _late("blocks of the prefix cache are still in use")
-            self.settle()
-            time.sleep(POLL_S)
+        forget(self._llm, self.settle, SETTLE_S)
 
 
 def gaps_after(times_s: Sequence[float], arrived_s: float, count: int) -> list[float]:
@@ -421,14 +401,7 @@ def gaps_after(times_s: Sequence[float], arrived_s: float, count: int) -> list[f
 
 
 def _answer(output: Any, seconds: float) -> Answer:
-    completion = output.outputs[0]
-    tokens, cached_tokens = list(completion.token_ids), output.num_cached_tokens or 0
-    if completion.logprobs is None:
-        return Answer(seconds=seconds, tokens=tokens, cached_tokens=cached_tokens)
-    tops = [{token: entry.logprob for token, entry in top.items()} for top in completion.logprobs]
-    logprobs = [top[token] for token, top in zip(tokens, tops, strict=True)]
-    margins = [margin(top.values()) for top in tops]
-    return Answer(seconds=seconds, tokens=tokens, logprobs=logprobs, margins=margins, cached_tokens=cached_tokens)
+    return Answer(seconds=seconds, **msgspec.structs.asdict(output_of(output)))
 
 
 def _connector_cpu_s() -> float:

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from kvtally.bench.command import as_json, disk_directory, json_option, measure
+from kvtally.bench.command import as_json, command_line, disk_directory, measure
 from kvtally.bench.gpu_arms import QUICK, Bench, EngineBench, Job, Scale
 from kvtally.bench.gpu_copies import CASES, MeasureCopies, Measured, MeasureLimits, Probe
 from kvtally.bench.gpu_report import ENGINES, Figures, Machine, complete, page
@@ -203,13 +203,12 @@ def _made(path: Path) -> Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvtally bench gpu",
-        description="Measure the GPU data plane: copies of pages, repeated prompts in vLLM, and many repeats at once. "
+    parser = command_line(
+        "gpu",
+        "Measure the GPU data plane: copies of pages, repeated prompts in vLLM, and many repeats at once. "
         "Each figure stands beside a limit or a peer of the same run: plain pinned copies, vLLM without a connector, "
         "vLLM's own OffloadingConnector. Needs an NVIDIA GPU and, for all but --part limits and copies, vLLM.",
     )
-    json_option(parser)
     option = parser.add_argument
     option("--part", action="append", choices=PARTS, default=[], help="measure only this part; may be repeated")
     option("--shape", action="append", choices=list(SHAPES), default=[], help="only a model of this shape")

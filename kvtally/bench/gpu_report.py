@@ -12,10 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvtally import __version__
 from kvtally.bench import report
 from kvtally.bench.repeat_report import View
-from kvtally.bench.report import Row, Target, joined, median, ms, p99, plain_table, rows_table, verdict
+from kvtally.bench.report import Row, Run, Target, median, ms, p99, plain_table, rows_table, verdict
 from kvtally.config.units import human_size
 
 GBPS_TARGET = 50.0
@@ -149,14 +148,12 @@ class Busy(ByEngine[BusyArm], kw_only=True):
     ratios: dict[str, float] = {}
 
 
-class Figures(msgspec.Struct, kw_only=True):
+class Figures(Run, kw_only=True):
     """Everything that was measured. A part that failed is in `failures`, with the end of its log."""
 
-    version: str = __version__
     commit: str = ""
     quick: bool = False
     graphs: bool = False  # engines with CUDA graphs
-    elapsed_s: float = 0.0
     machine: Machine = Machine()
     limits: dict[str, Rate] = {}
     copies: list[CopyFigure] = []
@@ -335,22 +332,21 @@ def page(figures: Figures) -> RenderableType:
     if judged := rows(figures):
         parts.append(rows_table(judged, f"targets: {sum(row.ok is True for row in judged)} of {len(judged)} met"))
     parts += [Text(f"{part} FAILED: {why.strip()}", style="bold red") for part, why in figures.failures.items()]
-    return report.page(_headline(figures), *parts)
+    return report.page(figures, _about(figures), *parts)
 
 
-def _headline(figures: Figures) -> str:
+def _about(figures: Figures) -> list[str]:
     machine = figures.machine
-    return joined(
-        f"kvtally {figures.version}" + (f" ({figures.commit})" if figures.commit else ""),
+    return [
+        figures.commit and f"commit {figures.commit}",
         f"{machine.gpu} ({human_size(machine.gpu_memory_bytes)})",
         f"driver {machine.driver}",
         f"torch {machine.torch}",
         machine.vllm,
         f"{machine.cpus} cores",
-        f"{figures.elapsed_s:.0f} s",
         "CUDA graphs" if figures.graphs else "",
         "quick: rough figures" if figures.quick else "",
-    )
+    ]
 
 
 def _limits_table(limits: dict[str, Rate]) -> Table:

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from kvtally.bench.engine import Start, connector
+from kvtally.testing.engines import OFFLINE
 
 ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
+    **OFFLINE,
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",  # the kind of CUDA graphs that needs no compiler

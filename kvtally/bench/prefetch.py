@@ -29,7 +29,7 @@ from pathlib import Path
 from msgspec.structs import replace
 from rich.console import Console
 
-from kvtally.bench.command import json_option, measure
+from kvtally.bench.command import command_line, in_turn, measure
 from kvtally.bench.daemon import Daemon, Ledger, drop_pages
 from kvtally.bench.engine import Answer, Burst, Bursted, EngineProcess, Served
 from kvtally.bench.prefetch_report import Figures, Speed, Times, judge, page, same_queue_ratio, times
@@ -199,7 +199,7 @@ class Experiment:
             self._figures.queue_s = found.queue_s
 
         for number in range(self._scale.rounds):
-            for arm, engine in _in_turn(number, on, off):
+            for arm, engine in in_turn(number, [("off", off), ("on", on)]):
                 self._restart(disk_bytes_s)
                 self._warm(engine)
                 take(arm, engine)
@@ -214,7 +214,7 @@ class Experiment:
         """Prompts that nobody has saved."""
         samples = Samples()
         for number in range(2 * self._scale.rounds):
-            for arm, engine in _in_turn(number, on, off):
+            for arm, engine in in_turn(number, [("off", off), ("on", on)]):
                 self._say(f"nothing saved: {arm}")
                 samples.take(arm, engine, self._queued(self._fresh(self._scale.requests), self._filler_tokens // 4))
         self._figures.nothing = samples.times()
@@ -284,12 +284,6 @@ class Experiment:
         self._tell.print(what, style="dim")
 
 
-def _in_turn(number: int, on: EngineProcess, off: EngineProcess) -> list[tuple[str, EngineProcess]]:
-    """Both arms of a round; each goes first equally often."""
-    arms = [("off", off), ("on", on)]
-    return arms[::-1] if number % 2 else arms
-
-
 # ---- the command
 
 
@@ -302,13 +296,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvtally bench prefetch",
-        description="Measure what early prefetch is worth: a burst of prompts whose KV lies on a slow disk arrives "
+    parser = command_line(
+        "prefetch",
+        "Measure what early prefetch is worth: a burst of prompts whose KV lies on a slow disk arrives "
         "while vLLM's running queue is full. Times the first tokens with prefetch on, with it off, with all KV in the "
         "arena, and without a store. Needs vLLM; takes about half an hour on a CPU.",
     )
-    json_option(parser)
     Served.add_options(parser)
     parser.add_argument("--requests", metavar="N", type=int, default=6, help="prompts in a burst (6)")
     parser.add_argument("--fillers", metavar="N", type=int, default=4, help="requests that fill the running queue (4)")

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from rich.console import RenderableType
 
-from kvtally import __version__
 from kvtally.bench import report
-from kvtally.bench.report import Row, Target, joined, p99, plain_table, rows_table
+from kvtally.bench.report import EngineRun, Row, Target, p99, plain_table, rows_table
 
 GAIN_TARGET = 0.28  # the best figure of the pull request that asked for this in vLLM
 ARENA_TARGET = 1.10
@@ -46,16 +45,10 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
         return same_queue_ratio(self.arms, one, other)
 
 
-class Figures(msgspec.Struct, kw_only=True):
+class Figures(EngineRun, kw_only=True):
     """Everything that was measured. The `mean_ttft_*` are for the disk that loads one prompt in the time in which two
     are computed."""
 
-    version: str = __version__
-    engine: str = ""
-    model: str = ""
-    cpus: int = 0
-    load_at_start: float = 0.0
-    elapsed_s: float = 0.0
     rounds: int = 0
     requests: int = 0  # of a burst
     fillers: int = 0
@@ -153,17 +146,11 @@ def page(figures: Figures) -> RenderableType:
         for arm, found in arms.items():
             shown = (found.mean_s, found.p50_s, found.p99_s, found.queue_s)
             table.add_row(title, arm, *(f"{value:.3f}" for value in shown))
-    headline = joined(
-        f"kvtally {figures.version}",
-        figures.engine,
-        figures.model,
-        f"{figures.cpus} cores",
-        f"{figures.elapsed_s:.0f} s",
-    )
+    about = [figures.engine, figures.model, f"{figures.cpus} cores"]
     notes = [
         f"Seconds to the first token of {figures.requests} prompts of {figures.prompt_tokens:,} tokens, behind "
         f"{figures.fillers} requests that keep the running queue full for {figures.queue_s:.1f} s. Computing one "
         f"prompt takes {figures.compute_s:.2f} s. Outputs: {_compared(figures)}.",
         f"Load at the start: {figures.load_at_start:.1f}. Where equal bursts vary too much, a target is not judged.",
     ]
-    return report.page(headline, table, rows_table(rows(figures), "target"), notes=notes)
+    return report.page(figures, about, table, rows_table(rows(figures), "target"), notes=notes)

@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvtally.bench.command import Meter, json_option, measure, size_of
+from kvtally.bench.command import Meter, command_line, in_turn, measure, size_of
 from kvtally.bench.daemon import Daemon, Ledger, drop_pages
 from kvtally.bench.engine import Answer, Ask, EngineProcess, Ready, Served
 from kvtally.bench.repeat_report import Figures, Outputs, agreement, judge, page, view
@@ -106,7 +106,7 @@ class Experiment:
         before_bytes = ledger.wait_saved()
         for number, seed in enumerate(self._seeds):
             with self._meter.phase("filling", 1):
-                for is_ours in _in_turn(number):
+                for is_ours in in_turn(number, (False, True)):
                     if is_ours:
                         self._take("cold", ours, seed, ledger)
                         self._saved_bytes = ledger.wait_saved() - before_bytes  # before the other engine is timed
@@ -116,7 +116,7 @@ class Experiment:
     def _repeat(self, plain: EngineProcess, ours: EngineProcess, ledger: Ledger) -> None:
         for number, seed in enumerate(self._seeds):
             with self._meter.phase("repeating", 1):
-                for is_ours in _in_turn(number):
+                for is_ours in in_turn(number, (False, True)):
                     if is_ours:
                         self._repeat_ours(ours, seed, ledger)
                     else:
@@ -195,11 +195,6 @@ class Experiment:
         return figures
 
 
-def _in_turn(number: int) -> tuple[bool, bool]:
-    """Whether ours comes first, then whether it comes second: each order is used equally often."""
-    return (True, False) if number % 2 else (False, True)
-
-
 # ---- the command
 
 
@@ -215,13 +210,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvtally bench repeat",
-        description="Fill vLLM with prompts and repeat them. Times the first token: cold, from the arena, from disk, "
+    parser = command_line(
+        "repeat",
+        "Fill vLLM with prompts and repeat them. Times the first token: cold, from the arena, from disk, "
         "from the engine's own prefix cache, and in an engine without a connector. Every answer is compared with that "
         "engine's. Needs vLLM; takes about three minutes on a CPU.",
     )
-    json_option(parser)
     Served.add_options(parser)
     parser.add_argument("--fills", metavar="N", type=int, default=10, help="how many prompts (10)")
     parser.add_argument("--memory", metavar="SIZE", help="arena of the store (1GiB, or a quarter of RAM with --model)")

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import msgspec
 from rich.console import RenderableType
 
-from kvtally import __version__
 from kvtally.bench import report
 from kvtally.bench.engine import Answer
-from kvtally.bench.report import Row, Target, joined, median, rows_table
+from kvtally.bench.report import EngineRun, Row, Target, median, rows_table
 from kvtally.config.units import human_size
 from kvtally.core.answers import TOLERANCE, Comparison, compare
 from kvtally.core.receipts import Half
@@ -31,15 +30,9 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     reasons: list[str] = []
 
 
-class Figures(msgspec.Struct, kw_only=True):
+class Figures(EngineRun, kw_only=True):
     """Everything that was measured. Times are medians, in seconds; `samples` has all of them."""
 
-    version: str = __version__
-    engine: str = ""
-    model: str = ""
-    cpus: int = 0
-    load_at_start: float = 0.0
-    elapsed_s: float = 0.0
     fills: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0  # of a repeat from the arena
@@ -136,15 +129,9 @@ def judge(figures: Figures) -> list[Target]:
 
 
 def page(figures: Figures) -> RenderableType:
-    headline = joined(
-        f"kvtally {figures.version}",
-        figures.engine,
-        figures.model,
-        f"{figures.fills} prompts of {figures.prompt_tokens:,} tokens",
-        f"{figures.cpus} cores",
-        f"{figures.elapsed_s:.0f} s",
-    )
-    return report.page(headline, rows_table(rows(figures), "time to the first token"), notes=_notes(figures))
+    prompts = f"{figures.fills} prompts of {figures.prompt_tokens:,} tokens"
+    about = [figures.engine, figures.model, prompts, f"{figures.cpus} cores"]
+    return report.page(figures, about, rows_table(rows(figures), "time to the first token"), notes=_notes(figures))
 
 
 def _notes(figures: Figures) -> list[str]:

@@ -15,6 +15,24 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvtally import __version__
+
+
+class Run(msgspec.Struct, kw_only=True):
+    """What the figures of every bench say about the run itself."""
+
+    version: str = __version__
+    elapsed_s: float = 0.0
+
+
+class EngineRun(Run, kw_only=True):
+    """The same, of a bench that runs vLLM on whatever processor this machine has."""
+
+    engine: str = ""
+    model: str = ""
+    cpus: int = 0
+    load_at_start: float = 0.0
+
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One figure. A `limit` is what this machine does without us, or a peer, in the same run; `ratio` is the value over
@@ -76,8 +94,10 @@ def median(values: Sequence[float]) -> float:
 # ---- for people
 
 
-def page(headline: str, *parts: RenderableType, notes: Iterable[str] = ()) -> RenderableType:
-    """The headline, the parts with space between them, and what there is to say about it all."""
+def page(run: Run, about: Sequence[str], *parts: RenderableType, notes: Iterable[str] = ()) -> RenderableType:
+    """A headline, the parts with space between them, and the notes. `about`: what the headline says beside version and
+    time; empty words are left out."""
+    headline = " · ".join([f"kvtally {run.version}", *filter(None, about), f"{run.elapsed_s:.0f} s"])
     spaced = [item for part in parts for item in (Text(), part)]
     return Group(Text(headline, style="bold"), *spaced, Text(), *map(Text, notes))
 
@@ -127,8 +147,3 @@ def number(value: float) -> str:
 
 def ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f} ms"
-
-
-def joined(*parts: str) -> str:
-    """A headline."""
-    return " · ".join(part for part in parts if part)

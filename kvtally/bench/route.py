@@ -27,11 +27,10 @@ from typing import NamedTuple
 import msgspec
 from rich.console import RenderableType
 
-from kvtally import __version__
 from kvtally.bench import report
-from kvtally.bench.command import json_option, measure
+from kvtally.bench.command import command_line, measure
 from kvtally.bench.daemon import Daemon
-from kvtally.bench.report import Row, joined, rows_table
+from kvtally.bench.report import Row, Run, rows_table
 from kvtally.bench.route_parts import Outcome, Task
 from kvtally.processes import Child, Process, Worker, free_ports
 from kvtally.up.host import direct
@@ -58,22 +57,17 @@ class Scale:
 QUICK = Scale(blocks=3, requests_per_block=20, windows=2, window_s=0.5, clients=8, streams=50, hold_s=2.0)
 
 
-class Target(msgspec.Struct, frozen=True):
-    """A row with a target. This bench's JSON calls it by its name for people."""
+class Target(report.Target, frozen=True, kw_only=True):
+    """Here keys are also the names that people read, and JSON calls them so."""
 
-    name: str
-    value: float
-    target: str
-    ok: bool | None
+    key: str = msgspec.field(name="name")
 
 
-class Figures(msgspec.Struct, kw_only=True):
+class Figures(Run, kw_only=True):
     """What --json prints."""
 
-    version: str = __version__
     quick: bool
     cpus: int
-    elapsed_s: float = 0.0
     ttft_ms_p50: dict[str, float] = {}  # by what was asked: the median of the quietest block
     ttft_ms_p50_all: dict[str, float] = {}  # the median of all blocks
     added_ttft_ms_p50: float = 0.0  # the larger of the next two
@@ -229,7 +223,7 @@ def _verdicts(port: int) -> dict[str, int]:
 
 
 def rows(figures: Figures) -> list[Row]:
-    """Everything with a target. Here keys are also the names that people read."""
+    """Everything with a target."""
     grown = figures.memory_bytes_end / figures.memory_bytes_begin if figures.memory_bytes_begin else 0.0
     asked, held = figures.streams_asked, figures.streams_held
     # A router that does not wait for receipts is fast. On a busy machine a few of them may come late.
@@ -245,10 +239,6 @@ def rows(figures: Figures) -> list[Row]:
     ]
 
 
-def targets(figures: Figures) -> list[Target]:
-    return [Target(row.key, row.value, row.target, row.ok) for row in rows(figures)]
-
-
 def page(figures: Figures) -> RenderableType:
     rates = {"router": figures.rps, "pass-through": figures.rps_passthrough, "router, P/D": figures.rps_pd}
     others = [
@@ -256,8 +246,7 @@ def page(figures: Figures) -> RenderableType:
         *(Row(key=f"requests/s, {name}", value=value) for name, value in rates.items()),
         Row(key="router's memory", value=figures.memory_bytes_end / MIB, unit="MiB"),
     ]
-    headline = joined(f"kvtally {figures.version}", f"{figures.cpus} cores", f"{figures.elapsed_s:.0f} s")
-    return report.page(headline, rows_table([*rows(figures), *others]))
+    return report.page(figures, [f"{figures.cpus} cores"], rows_table([*rows(figures), *others]))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -268,7 +257,7 @@ def main(arguments: Sequence[str]) -> int:
         figures = Figures(quick=options.quick, cpus=len(os.sched_getaffinity(0)))
         with ExitStack() as stack:
             Bench(stack, directory, QUICK if options.quick else Scale(), figures).run()
-        figures.targets = targets(figures)
+        figures.targets = Target.of(rows(figures))
         return figures
 
     measure(options, run, page)
@@ -276,13 +265,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvtally bench route",
-        description="Measure what the router adds to a request and how many it serves, beside an engine that is asked "
+    parser = command_line(
+        "route",
+        "Measure what the router adds to a request and how many it serves, beside an engine that is asked "
         "directly and beside a proxy that does nothing else. Engines are fakes that answer at once. Needs no vLLM. "
         "Takes about three minutes; nothing else should run meanwhile.",
     )
-    json_option(parser)
     parser.add_argument("--quick", action="store_true", help="take a look in seconds; the figures are rough")
     return parser
 

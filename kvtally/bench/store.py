@@ -27,7 +27,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvtally.bench.command import Meter, disk_directory, json_option, measure, size_of
+from kvtally.bench.command import Meter, command_line, disk_directory, measure, size_of
 from kvtally.bench.daemon import Daemon, drop_pages
 from kvtally.bench.report import median, p99
 from kvtally.bench.store_report import Figures, Latency, page, rows
@@ -426,13 +426,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvtally bench store",
-        description="Measure a store on this machine: puts, gets, lookups and the disk tier. Each figure stands beside "
+    parser = command_line(
+        "store",
+        "Measure a store on this machine: puts, gets, lookups and the disk tier. Each figure stands beside "
         "its limit, taken in the same run: memcpy, or plain reads and writes of the same bytes. Needs no vLLM. Takes "
         "about two minutes; nothing else should run meanwhile.",
     )
-    json_option(parser)
     parser.add_argument("--quick", action="store_true", help="take a look in seconds; the figures are rough")
     parser.add_argument("--memory", metavar="SIZE", help="arena of the measured store (2GiB, or a quarter of RAM)")
     parser.add_argument("--dir", metavar="DIR", help="directory on the disk to measure (the temporary directory)")

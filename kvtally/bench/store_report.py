@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import msgspec
 from rich.console import RenderableType
 
-from kvtally import __version__
 from kvtally.bench import report
-from kvtally.bench.report import Row, joined, rows_table
+from kvtally.bench.report import Row, Run, rows_table
 from kvtally.config.units import human_size
 
 
@@ -19,13 +18,11 @@ class Latency(msgspec.Struct, frozen=True):
     p99_ms: float
 
 
-class Figures(msgspec.Struct, kw_only=True):
+class Figures(Run, kw_only=True):
     """Everything that was measured. Throughput is that of the best of several rounds, latency the median of the
     quietest of several blocks: neighbours only ever take away, and they take from limits and from ours alike."""
 
-    version: str = __version__
     quick: bool = False
-    elapsed_s: float = 0.0
     cpus: int = 0
     arena_bytes: int = 0
     huge_pages: bool = False
@@ -148,14 +145,12 @@ def _scale(figures: Figures) -> Iterator[Row]:
 def page(figures: Figures) -> RenderableType:
     """For people."""
     pages = "huge pages" if figures.huge_pages else "4 KiB pages"
-    headline = joined(
-        f"kvtally {figures.version}",
+    about = [
         f"{figures.cpus} cores",
         f"arena of {human_size(figures.arena_bytes)}, {pages}",
-        f"{figures.elapsed_s:.0f} s",
         "quick: rough figures, not judged" if figures.quick else "",
-    )
-    return report.page(headline, rows_table(figures.targets), notes=_notes(figures))
+    ]
+    return report.page(figures, about, rows_table(figures.targets), notes=_notes(figures))
 
 
 def _notes(figures: Figures) -> list[str]:

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtally.bench.daemon import read_state
+from kvtally.bench.daemon import answer, hit, read_state
 from kvtally.client import Call, Miss, question
 from kvtally.client import Put as WriteSlot
 from kvtally.core.keys import ROOT_CHAIN, chain_values, chunk_ends, token_bytes
@@ -45,7 +45,6 @@ VOCABULARY = 150_000
 PATIENCE_S = 60.0
 TASK_S = 300.0  # the longest task fills an index with a million objects
 
-T = TypeVar("T")
 Tokens: TypeAlias = "array[int]"  # not subscriptable at run time before Python 3.12
 
 
@@ -206,16 +205,16 @@ class Put(Task, frozen=True):
         ends = []
         done = 0
         for call in batches:
-            puts = _answer(call)
+            puts = answer(call)
             for at in range(0, len(puts), COMMIT):
                 part = puts[at : at + COMMIT]
                 if any(put.status is not PutStatus.WRITE for put in part):
                     raise _failed(f"the store gave no slot: {[put.status.name for put in part]}")
                 sources = bench.source[done : done + len(part)]
-                ends.append(client.put_end(_hit(client.write_all(part, list(sources), hashed=self.checksummed))))
+                ends.append(client.put_end(hit(client.write_all(part, list(sources), hashed=self.checksummed))))
                 done += len(part)
         for end in ends:
-            _answer(end)
+            answer(end)
         return watch.read()
 
 
@@ -237,11 +236,11 @@ class Get(Task, frozen=True):
         client, namespace = bench.clients[self.client]
         tokens = bench.set_prompt(self.number)
         watch = Stopwatch()
-        lease = _answer(client.hold(question(namespace, tokens)))
-        _hit(client.wait_staged(lease, timeout_s=PATIENCE_S))
+        lease = answer(client.hold(question(namespace, tokens)))
+        hit(client.wait_staged(lease, timeout_s=PATIENCE_S))
         staged = watch.read()
-        slots = _answer(client.slots(lease))
-        _hit(client.read_all(slots, [bench.target[slot.index] for slot in slots], verify=self.verify))
+        slots = answer(client.slots(lease))
+        hit(client.read_all(slots, [bench.target[slot.index] for slot in slots], verify=self.verify))
         client.release([lease])  # without waiting for the reply, as an engine does
         ended = watch.read()
         if len(slots) != len(bench.source):
@@ -289,10 +288,10 @@ class PutThrough(Task, frozen=True):
     def run(self, bench: Bench) -> list[float]:
         client, namespace = bench.clients[self.client]
         objects = objects_of(namespace, bench.set_prompt(self.number), len(bench.source))
-        puts = _answer(client.put_begin(objects))
-        commits = [(put, _hit(client.write(put, source))) for put, source in zip(puts, bench.source, strict=True)]
+        puts = answer(client.put_begin(objects))
+        commits = [(put, hit(client.write(put, source))) for put, source in zip(puts, bench.source, strict=True)]
         begun = time.perf_counter()
-        _answer(client.put_end(commits))
+        answer(client.put_end(commits))
         _drained(client)
         return [time.perf_counter() - begun]
 
@@ -369,7 +368,7 @@ class Fill(Task, frozen=True):
 
 def _commit(client: CopyingClient, begun: Call[list[WriteSlot]]) -> None:
     """Publish slots as they are, without waiting for the reply: if one fails, lookups will find less."""
-    client.put_end([(put, 0) for put in _answer(begun) if put.status is PutStatus.WRITE])
+    client.put_end([(put, 0) for put in answer(begun) if put.status is PutStatus.WRITE])
 
 
 class Ping(Task, frozen=True):
@@ -380,7 +379,7 @@ class Ping(Task, frozen=True):
 
     def run(self, bench: Bench) -> list[float]:
         client, _ = bench.clients[self.client]
-        return [_timed(lambda: _answer(client.ping())) for _ in range(self.times)]
+        return [_timed(lambda: answer(client.ping())) for _ in range(self.times)]
 
 
 class Part(StrEnum):
@@ -412,12 +411,12 @@ class Look(Task, frozen=True):
         asked = question(namespace, tokens)
         hashed = time.perf_counter()
         if self.part is Part.HOLD:
-            lease = _answer(client.hold(asked))
+            lease = answer(client.hold(asked))
             seconds = time.perf_counter() - begun
             self._check(lease.end_tokens)
-            _answer(client.release([lease]))
+            answer(client.release([lease]))
             return seconds
-        self._check(_answer(client.lookup(asked)).end_tokens)
+        self._check(answer(client.lookup(asked)).end_tokens)
         ended = time.perf_counter()
         if self.part is Part.HASH:
             return hashed - begun
@@ -449,16 +448,6 @@ def run_all(workers: Sequence[TaskWorker], tasks: Sequence[Task]) -> list[list[f
     for worker, task in zip(workers, tasks, strict=True):
         worker.send(task)
     return [worker.receive(list[float], TASK_S) for worker in workers]
-
-
-def _answer(call: Call[T]) -> T:
-    return _hit(call.wait())
-
-
-def _hit(result: T | Miss) -> T:
-    if isinstance(result, Miss):
-        raise _failed(f"the store answered with a miss: {result.reason} {result.detail}")
-    return result
 
 
 def _drained(client: CopyingClient) -> None:

@@ -7,8 +7,8 @@ differ. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import isnan
+from collections.abc import Iterable, Sequence
+from math import inf, isnan
 from typing import Protocol
 
 import msgspec
@@ -27,6 +27,12 @@ class Answered(Protocol):
 
     @property
     def margins(self) -> Sequence[float]: ...
+
+
+def margin(logprobs: Iterable[float]) -> float:
+    """By how much the likeliest token leads the runner-up; infinite if there is none."""
+    best = sorted(logprobs, reverse=True)[:2]
+    return best[0] - best[1] if len(best) == 2 else inf
 
 
 class Comparison(msgspec.Struct, frozen=True):

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kvtally.core.answers import margin
 from kvtally.core.namespace import GroupKind
 from kvtally.errors import TransportError
 from kvtally.processes import GRACE_S, STOP_S, Lines, Process, free_ports, python_path
@@ -31,13 +32,13 @@ from kvtally.up.host import direct
 START_S = 300.0
 CALL_S = 240.0
 
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 # One thread, no core of its own, nothing from the network, one GiB of KV cache.
 ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
+    **OFFLINE,
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # lets a test reset a server's prefix cache
 }
 
@@ -55,10 +56,10 @@ class Output(msgspec.Struct, frozen=True):
     """The answer to a request. `margins`: by how much each token's logprob leads the runner-up's. `transfer`: the
     connector's part of the answer."""
 
-    tokens: list[int]
-    logprobs: list[float]
-    margins: list[float]
-    cached_tokens: int
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    margins: list[float] = []
+    cached_tokens: int = 0
     transfer: dict[str, Any] = {}
 
 
@@ -315,11 +316,6 @@ def _flags(arguments: Mapping[str, Any]) -> list[str]:
         else:
             flags += [flag, str(value) if isinstance(value, str | int | float) else msgspec.json.encode(value).decode()]
     return flags
-
-
-def margin(top: Any) -> float:
-    first, second = sorted(top, reverse=True)[:2]
-    return float(first - second)
 
 
 def sums(samples: Any) -> dict[str, float]:

@@ -18,11 +18,13 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import msgspec
 
+from kvtally.core.answers import margin
 from kvtally.core.namespace import GroupKind
 from kvtally.errors import TransportError
 from kvtally.processes import Wire, watch_stdin
@@ -35,12 +37,12 @@ from kvtally.testing.engines import (
     Reset,
     Sabotage,
     Settings,
-    margin,
     sums,
 )
 
 SERVER = "vllm.entrypoints.openai.api_server"
 SETTLE_S = 10.0
+POLL_S = 0.01
 NULL_BLOCK = 0
 
 
@@ -106,7 +108,8 @@ class Runner:
         if isinstance(command, Generate):
             return Done(outputs=self._generate(command))
         if isinstance(command, Reset):
-            return self._reset()
+            forget(self._llm, self.settle, SETTLE_S)
+            return Done()
         if isinstance(command, Sabotage):
             if not self._is_in_process:
                 raise TransportError("sabotage needs an in-process engine", remedy="Start it with in_process=True.")
@@ -131,10 +134,8 @@ class Runner:
         return self._llm.llm_engine.engine_core.engine_core
 
     def settle(self) -> None:
-        """Step on until nothing is left to do, saves included, as an engine in a process of its own does by itself."""
-        deadline = time.monotonic() + SETTLE_S
-        while self._is_in_process and self._core.scheduler.has_requests() and time.monotonic() < deadline:
-            self._llm.llm_engine.step()
+        if self._is_in_process:
+            drain(self._llm, SETTLE_S)
 
     def _generate(self, command: Generate) -> list[Output]:
         from vllm import SamplingParams
@@ -155,29 +156,49 @@ class Runner:
             )
             for prompt in command.prompts
         ]
-        outputs = []
-        for answer in self._llm.generate(prompts, sampling, use_tqdm=False):
-            completion = answer.outputs[0]
-            tops = [{token: entry.logprob for token, entry in top.items()} for top in completion.logprobs]
-            tokens = list(completion.token_ids)
-            logprobs = [top[token] for token, top in zip(tokens, tops, strict=True)]
-            margins = [margin(top.values()) for top in tops]
-            transfer = answer.kv_transfer_params or {}
-            outputs.append(Output(tokens, logprobs, margins, answer.num_cached_tokens or 0, transfer))
-        return outputs
+        return [output_of(answer) for answer in self._llm.generate(prompts, sampling, use_tqdm=False)]
 
-    def _reset(self) -> Done:
-        """vLLM refuses while blocks are in use, and a connector may hold some until they are saved."""
-        deadline = time.monotonic() + SETTLE_S
-        while not self._llm.reset_prefix_cache():
-            if time.monotonic() >= deadline:
-                raise TransportError(
-                    f"the prefix cache could not be reset within {SETTLE_S:g} s: blocks are still in use",
-                    remedy="See what the connector holds.",
-                )
-            self.settle()
-            time.sleep(0.01)
-        return Done()
+
+# ---- what the engines of tests and of benches (`bench.engine`) have in common
+
+
+def drain(llm: Any, timeout_s: float) -> bool:
+    """Step an in-process engine until nothing is left to do, saves included; engines in processes of their own do that
+    by themselves. False if time is up."""
+    deadline = time.monotonic() + timeout_s
+    while llm.llm_engine.engine_core.engine_core.scheduler.has_requests():
+        if time.monotonic() >= deadline:
+            return False
+        llm.llm_engine.step()
+    return True
+
+
+def forget(llm: Any, settle: Callable[[], object], timeout_s: float) -> None:
+    """Empty an engine's own prefix cache. vLLM refuses while blocks are in use, and a connector may hold some until
+    they are saved: then `settle`, and try again."""
+    deadline = time.monotonic() + timeout_s
+    while not llm.reset_prefix_cache():
+        if time.monotonic() >= deadline:
+            raise TransportError(
+                f"the prefix cache could not be reset within {timeout_s:g} s: blocks are still in use",
+                remedy="See what the connector holds.",
+            )
+        settle()
+        time.sleep(POLL_S)
+
+
+def output_of(answer: Any) -> Output:
+    """vLLM's answer to a request, as far as it was asked for logprobs."""
+    completion = answer.outputs[0]
+    tokens, tops = list(completion.token_ids), completion.logprobs or []
+    tops = [{token: entry.logprob for token, entry in top.items()} for top in tops]
+    return Output(
+        tokens=tokens,
+        logprobs=[top[token] for token, top in zip(tokens, tops, strict=bool(tops))],
+        margins=[margin(top.values()) for top in tops],
+        cached_tokens=answer.num_cached_tokens or 0,
+        transfer=answer.kv_transfer_params or {},
+    )
 
 
 class Saboteur:

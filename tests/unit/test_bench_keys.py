@@ -86,7 +86,7 @@ def test_the_targets_of_prefetch_stay_as_they_are() -> None:
 
 def test_the_targets_of_a_router_stay_as_they_are() -> None:
     figures = route.Figures(quick=False, cpus=1)
-    figures.targets = route.targets(figures)
+    figures.targets = route.Target.of(route.rows(figures))
     assert targets(figures) == GOLDEN["targets"]["route"]
 
 
