@@ -251,7 +251,7 @@ class Worker(Process):
         return self._lines.receive(kind, timeout_s)
 
     def close(self) -> None:
-        """Let it shut down in order; what is left of its group is killed."""
+        """Let it shut down cleanly; what is left of its group is killed."""
         self._lines.end()
         self.has_ended(STOP_S)
         self.kill()

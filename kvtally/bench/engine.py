@@ -395,7 +395,7 @@ class Engine:
 
 
 def gaps_after(times_s: Sequence[float], arrived_s: float, count: int) -> list[float]:
-    """The first `count` gaps between tokens that end after the arrival; times are those of one decode's tokens."""
+    """The first `count` gaps between one decode's tokens that end after the arrival."""
     found = [later - earlier for earlier, later in pairwise(times_s) if later > arrived_s]
     return found[:count]
 

@@ -171,7 +171,7 @@ class EngineBench:
     # ---- one request at a time
 
     def _warm_up(self, child: EngineProcess) -> None:
-        """Do everything that will be timed once before: kernels are compiled, memory gets pinned."""
+        """Do everything once before it is timed: kernels get compiled, memory gets pinned."""
         for seed in WARM_UP_SEEDS:
             self._ask(child, seed)
             self._settle(child)

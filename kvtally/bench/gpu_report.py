@@ -43,7 +43,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
-    gbps: float  # of the best sample: neighbours only ever take away
+    gbps: float  # of the best sample: neighbours only make it slower
     median_gbps: float
 
 

@@ -81,8 +81,9 @@ class Figures(EngineRun, kw_only=True):
 
 
 def same_queue_ratio(arms: Mapping[str, Times], one: str, other: str) -> float:
-    """The ratio of two arms' mean times to the first token, both behind the same queue: that of the median arm. A busy
-    neighbour lengthens the queue of one arm and not of another, by more than what is to be measured."""
+    """The ratio of two arms' mean times to the first token, as if both had waited
+    in the median arm's queue. A busy neighbour lengthens the queue of one arm and not of another, by more than what is
+    to be measured."""
     queue_s = statistics.median(found.queue_s for found in arms.values())
     return (queue_s + arms[one].after_queue_s) / (queue_s + arms[other].after_queue_s)
 

@@ -94,7 +94,7 @@ class Experiment:
             return self._served.start(self._directory, name, store)
 
     def _warm_up(self, plain: EngineProcess, ours: EngineProcess, ledger: Ledger) -> None:
-        """Do everything that will be timed once before: the first time is slow, and that is nobody's figure."""
+        """Do everything once before it is timed: the first time is slow, and that is not what is measured."""
         for seed in WARM_UP_SEEDS:
             for forget in (False, True, False):
                 plain.generate(self._ask(seed, forget=forget))

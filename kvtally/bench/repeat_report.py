@@ -80,8 +80,8 @@ def view(halves: Sequence[Half]) -> View:
 
 
 class Agreement(NamedTuple):
-    """Whether restored answers are equal to references, and by how much logprobs differ: theirs from the nearest
-    reference, and those of references from one another."""
+    """Whether restored answers are equal to references, and by how much logprobs differ: of an answer from its nearest
+    reference, and of the references from one another (`own_difference`)."""
 
     is_equal: bool
     difference: float
@@ -89,8 +89,8 @@ class Agreement(NamedTuple):
 
 
 def agreement(outputs: Sequence[Outputs]) -> Agreement:
-    """A restored answer must be equal to one of its references. Logprobs may differ by as much as they do where the
-    engine continues from its own prefix cache, instead of computing the prompt at once."""
+    """A restored answer must be equal to one of its references. Logprobs may differ by as much as they do when the
+    engine itself continues from its own prefix cache instead of computing the whole prompt."""
     own = [compare(each.references[0], other, inf).deviation for each in outputs for other in each.references]
     allowed = max(TOLERANCE, *own)
     nearest = [
@@ -136,7 +136,7 @@ def page(figures: Figures) -> RenderableType:
 
 def _notes(figures: Figures) -> list[str]:
     notes = [
-        "Limits are those of the same engine without a connector, which took turns with ours.",
+        "The limits come from the same engine without a connector, which took turns with ours.",
         f"Reused: {figures.reused_tokens:,} of {figures.prompt_tokens:,} tokens (by an own hit: "
         f"{figures.gpu_hit_tokens:,}); a repeat became {figures.no_connector_over_repeat:.1f} times as fast. "
         f"Saved: {human_size(figures.saved_bytes)} for each prompt.",

@@ -36,7 +36,7 @@ class EngineRun(Run, kw_only=True):
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One figure. A `limit` is what this machine does without us, or a peer, in the same run; `ratio` is the value over
-    it. `target` is empty where nothing is promised; with a target, an `ok` of None says that this run cannot tell."""
+    it. `target` is empty if nothing is promised. With a target, `ok` is None if this run cannot tell."""
 
     key: str  # the figure it shows
     name: str = ""
@@ -51,7 +51,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def measured(self) -> float:
-        """What a target is about: the ratio where there is a limit, else the value."""
+        """What a target is about: the ratio if there is a limit, else the value."""
         return self.value if self.ratio is None else self.ratio
 
     def beside(self, limit: float, name: str) -> Self:
@@ -132,7 +132,7 @@ def plain_table(*columns: str) -> Table:
 
 
 def verdict(rows: Sequence[Row]) -> Text:
-    """Of all these together; nothing where nothing was promised."""
+    """The verdict on all of them together; empty if nothing was promised."""
     promised = [row.ok for row in rows if row.target]
     if False in promised:
         return Text("miss", "bold red")

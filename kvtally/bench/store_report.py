@@ -19,8 +19,8 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 class Figures(Run, kw_only=True):
-    """Everything that was measured. Throughput is that of the best of several rounds, latency the median of the
-    quietest of several blocks: neighbours only ever take away, and they take from limits and from ours alike."""
+    """Everything that was measured. Throughput is the best of several rounds, latency the median of the quietest
+    of several blocks: neighbours only make things slower, our figures and the limits alike."""
 
     quick: bool = False
     cpus: int = 0

@@ -1,4 +1,4 @@
-"""The measuring process of `kvtally bench store`: a task is one sample of a figure or of its limit, or prepares some.
+"""The measuring process of `kvtally bench store`: a task takes one sample, of a figure or its limit.
 
 Owns what is timed and what is not; `bench.store` decides what is measured when, and against what. A task is so small
 that samples of a limit and of ours can alternate, and a noisy neighbour disturbs both. Every byte that was read is

@@ -1,4 +1,4 @@
-"""`kvtally doctor`: what would keep KV reuse from happening in somebody's deployment, or make it wrong.
+"""`kvtally doctor`: what would keep KV reuse from happening in a deployment, or make it wrong.
 
     files ─▶ tree (text, with line numbers) ─▶ readers ─▶ model: Deployment ─▶ rules ─▶ findings
                                        shell (command lines) ─┘        facts ─┘

@@ -52,7 +52,7 @@ class Setting(msgspec.Struct):
 
 
 def role_of(*names: str) -> Role | None:
-    """What a name says about an engine's role; None where it says nothing, or both."""
+    """The role that a name suggests; None if it suggests none, or both."""
     text = " ".join(names).lower()
     is_prefill = re.search(r"prefill|producer|\bp-?instance|sender", text) is not None
     is_decode = re.search(r"decod|consumer|\bd-?instance|receiver", text) is not None
@@ -62,7 +62,7 @@ def role_of(*names: str) -> Role | None:
 
 
 def run(words: Sequence[Value], around: Setting) -> Parts:
-    """What a command starts. A shell's script is read; a command that nobody here knows starts nothing."""
+    """What a command starts. A shell script is read; a command that doctor does not know starts nothing."""
     words = list(words)
     while words and os.path.basename(words[0].text) in ("exec", "nohup", "sudo", "env", "time", "eval", "numactl"):
         words.pop(0)
@@ -73,7 +73,7 @@ def run(words: Sequence[Value], around: Setting) -> Parts:
         for index, word in enumerate(words):
             if re.fullmatch(r"-\w*c", word.text) and index + 1 < len(words):
                 parts = script(words[index + 1], around)
-                for instance in parts.instances:  # what follows the script are its arguments: "$@"
+                for instance in parts.instances:  # the words after the script are its arguments: "$@"
                     instance.flags |= options(words[index + 2 :])[0]
                 return parts
         return Parts()
@@ -144,7 +144,7 @@ def connector_of(written: Value, *, keeps_lines: bool = True) -> Connector:
         connector.text = written.text
         return connector
     except (ValueError, RecursionError) as error:
-        if not written.is_known:  # a template: what it will be, nobody knows yet
+        if not written.is_known:  # a template: its value is not known yet
             unread.fields = {"kv_connector": Value("${…}", written.place)}
         else:
             unread.problem = f"it is not JSON: {error}"
@@ -286,7 +286,7 @@ def contained(words: Sequence[Value], around: Setting) -> Parts:
 
 
 def _are_arguments(words: Sequence[Value]) -> bool:
-    """Whether these are options of an engine, perhaps after a model's name, and no program of its own."""
+    """Whether these words are an engine's options, perhaps after a model's name, and not a program."""
     if words[0].text.startswith("-"):
         return True
     return os.path.basename(words[0].text) not in _SHELLS and len(words) > 1 and words[1].text.startswith("--")

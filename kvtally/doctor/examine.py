@@ -1,6 +1,6 @@
 """Files in, a report out: opens them, has them read and judged. The only part of `doctor` that does I/O.
 
-A file that cannot be read is said so, and the others are examined all the same. `Report.exit_code`: 0 nothing found, 1
+A file that cannot be read is reported, and the others are examined anyway. `Report.exit_code`: 0 nothing found, 1
 something found, 2 nothing could be examined.
 """
 

@@ -69,7 +69,7 @@ KEYED_BY_VLLM = frozenset({Family.OFFLOADING, Family.POOL, Family.FILES})
 WITHOUT_HMA = frozenset({"LMCacheConnectorV1", "LMCacheConnectorV1Dynamic", "FlexKVConnectorV1", "HF3FSKVConnector"})
 
 # What each router's setting carries from prefill's answer to decode's request. Families that need nothing pass through
-# all of them. A setting that is not listed is unknown, and nothing is said about it.
+# all of them. A setting that is not listed is unknown, and no rule judges it.
 CARRIES: dict[str, dict[str, frozenset[Family]]] = {
     "kthena": {
         "http": frozenset(),
@@ -145,7 +145,7 @@ def family(connector: Connector, instance: Instance) -> Family:
 
 
 def carries(router: Router) -> frozenset[Family] | None:
-    """What a router hands over; None where nothing is known about its setting."""
+    """What a router hands over; None if nothing is known about its setting."""
     known = CARRIES.get(router.kind, {})
     if router.kind == "kthena" and router.speaks.text not in known:
         return known["http"]  # what its factory falls back to
@@ -153,12 +153,12 @@ def carries(router: Router) -> frozenset[Family] | None:
 
 
 def is_hybrid(model: str) -> bool:
-    """Whether a model's name is one of those with recurrent state. A name can be wrong: rules say `likely`."""
+    """Whether a model of this name has recurrent state. A name can mislead, so rules say `likely`."""
     return _HYBRID.search(model.rpartition("/")[2][:LONGEST_NAME]) is not None
 
 
 def versions(image: str) -> dict[str, Version]:
-    """The versions that an image's name tells: vllm, lmcache, nixl, mooncake."""
+    """The versions in an image's name: vllm, lmcache, nixl, mooncake."""
     image = image[:LONGEST_NAME]
     name, _, tag = image.rpartition("/")[2].partition(":")
     found = {match[1].lower(): _version(match[2]) for match in _IN_TAG.finditer(tag)}

@@ -38,10 +38,10 @@ from kvtally.verify.probes import MAX_TOKENS, Shape, shapes, words
 from kvtally.verify.reading import Instances, Model, Models, Tokenized, decode, failure, read_answer, samples
 
 COUNTERS_S = 5.0  # vLLM counts a prompt a moment after it has answered
-SETTLED_S = 1.0  # the longest that prefill's count may come after decode's
+SETTLED_S = 1.0  # how long prefill's count may lag behind decode's
 CACHE_S = 5.0  # what prefill has computed is stored a moment later
 AGAIN_S = 0.05
-TRIES = 3  # of one length, where others are served meanwhile
+TRIES = 3  # of one length, if the engines serve others meanwhile
 DEFAULT_LIMIT_TOKENS = 4096
 DEFAULT_BLOCK_TOKENS = 16
 LONG_TOKENS = 512  # two of the largest chunks in use
@@ -57,7 +57,7 @@ BY_NAME = {
     "vllm:nixl_num_failed_transfers_total": "failed_transfers",
     "vllm:nixl_num_kv_expired_reqs_total": "expired",
 }
-# Of vLLM before it counted by source: all prompt tokens, hits of its own cache, hits of a connector.
+# For a vLLM that does not count by source: all prompt tokens, hits of its own cache, hits of a connector.
 OLDER = ("vllm:prompt_tokens_total", "vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
 RUNNING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
@@ -80,7 +80,7 @@ class Clock(NamedTuple):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What will be asked, at most."""
+    """The most that will be asked."""
 
     requests: int
     tokens: int
@@ -130,7 +130,7 @@ def examine(
             prefills = prefills or [connect(url) for url in named.having("prefill")]
             decodes = decodes or [connect(url) for url in named.having("decode")]
     except TransportError:
-        pass  # it is no kvtally router
+        pass  # not a kvtally router
     if not (prefills and decodes):
         return cannot_test(
             "the engines are not known", "Name them: --prefill URL --decode URL, as often as there are engines."
@@ -195,7 +195,7 @@ class _Examination:
     # ---- who is there
 
     def _meet_engines(self) -> None:
-        """Ask each engine who it is; those that are no witness are left out, and said to be."""
+        """Ask each engine what it is. Those that cannot be witnesses are left out, and the report says so."""
         for role, servers in self._servers.items():
             for server in list(servers):
                 engine = Engine(url=server.url, role=role)
@@ -209,7 +209,7 @@ class _Examination:
     def _meet(self, server: Server, engine: Engine) -> None:
         found = list(samples(server))
         if not any(name.startswith("vllm:") for name, _, _ in found):
-            raise TransportError(f"{server.url} is no vLLM engine: its /metrics has no vllm: counters", remedy="")
+            raise TransportError(f"{server.url} is not a vLLM engine: its /metrics has no vllm: counters", remedy="")
         engine.has_sources = any(name == "vllm:prompt_tokens_by_source_total" for name, _, _ in found)
         for name, labels, _ in found:
             if name == "vllm:cache_config_info":
@@ -219,7 +219,7 @@ class _Examination:
         engine.version = decode(server, response, _Version).version if response.status == 200 else ""
 
     def _read_model(self) -> int:
-        """The router's name for the model, where none was given, and the longest prompt that decode takes."""
+        """Find the router's name for the model, if none was given. The longest prompt that decode takes."""
         server = self._servers["decode"][0]
         alone = _first_model(server)
         if not self._models[self._router.url]:
@@ -231,7 +231,7 @@ class _Examination:
         return alone.max_model_len or DEFAULT_LIMIT_TOKENS
 
     def _probes(self, limit_tokens: int) -> list[Shape]:
-        """The lengths to ask, as many as the budget allows; the longest is kept to the last."""
+        """The lengths to ask. If the budget does not allow all of them, the shortest are left out."""
         sizes = [engine.settings.get("block_size", "") for engine in self.engines if engine.role == "decode"]
         block = next((int(size) for size in sizes if size.isdecimal()), DEFAULT_BLOCK_TOKENS)
         probes = shapes(block, limit_tokens)
@@ -269,7 +269,7 @@ class _Examination:
         return seen
 
     def _ask_router(self, tokens: Sequence[int]) -> tuple[Answer | None, float]:
-        """As token ids, and where the router does not take them, as text."""
+        """Send token ids, or text if the router does not take ids."""
         prompt: object = tokens if not self._sends_text else self._text(tokens)
         try:
             return self._ask(self._router, prompt, len(tokens))
@@ -280,7 +280,7 @@ class _Examination:
             return self._ask(self._router, self._text(tokens), len(tokens))
 
     def _attribute(self, seen: Seen, before: dict[str, Counters]) -> None:
-        """What this prompt alone made the engines count, or why nobody can tell."""
+        """Note what this prompt alone made the engines count, or why that cannot be told."""
         wanted = seen.prompt_tokens
         seen.decode = self._counted("decode", before["decode"], wanted, COUNTERS_S)
         seen.prefill = self._counted("prefill", before["prefill"], wanted - 1, SETTLED_S)  # hybrids leave the last one
@@ -293,7 +293,7 @@ class _Examination:
                 seen.busy = f"{role} counted {counted.total_tokens} tokens, this prompt has {wanted}"
 
     def _compare(self, seen: Seen, tokens: list[int], answer: Answer) -> None:
-        """With what decode's engine answers alone, if it computed all of it."""
+        """Compare with what decode's engine answers alone, if it computed all of it."""
         engine = self._servers["decode"][0]
         before = self._count("decode")
         longer, seen.alone_first_token_s = self._ask(engine, tokens, len(tokens), self._salt(), 2 * MAX_TOKENS)
@@ -411,7 +411,7 @@ class _Examination:
         return total
 
     def _counted(self, role: str, before: Counters, wanted: int, patience_s: float) -> Counters:
-        """What was counted since then, once it is as much as is wanted, or at the latest after so long."""
+        """What has been counted since then. Returns once that is as much as wanted, or when patience ends."""
         if not self._servers[role]:
             return Counters()
         deadline_s = self._clock.now() + patience_s
@@ -420,7 +420,7 @@ class _Examination:
         return counted
 
     def _running(self) -> str:
-        """Which engine is at work for others, and stays so; what was asked just now may still be counted as running."""
+        """The engine that keeps serving others. For a moment, our own last request may still be counted as running."""
         deadline_s = self._clock.now() + SETTLED_S
         while busy := self._at_work():
             if self._clock.now() >= deadline_s:
@@ -444,13 +444,13 @@ def _first_model(server: Server) -> Model:
 
 
 def is_handed_out(parameters: dict[str, object]) -> bool:
-    """Whether decode can be given them: an engine that gets half of them may hang, or die."""
+    """Whether they can be given to decode: an engine that gets only half of them may hang or die."""
     needed = ("remote_block_ids", "remote_engine_id", "remote_host", "remote_port")
     return bool(parameters.get("do_remote_prefill")) and all(parameters.get(name) for name in needed)
 
 
 def count(found: Iterable[tuple[str, dict[str, str], float]]) -> Counters:
-    """What an engine has counted since it started, of any version of vLLM."""
+    """What an engine has counted since it started, whatever its version of vLLM."""
     sums: dict[str, int] = dict.fromkeys(Counters.__struct_fields__, 0)
     plain: dict[str, int] = {}
     has_sources = False
@@ -471,7 +471,7 @@ def count(found: Iterable[tuple[str, dict[str, str], float]]) -> Counters:
 
 
 def _plan(probes: Sequence[Shape]) -> Plan:
-    """With the experiments, of which each asks twice."""
+    """Includes the experiments, each of which asks twice."""
     longest = probes[-1].tokens if probes else 0
     tokens = sum(ASKED_PER_PROBE * (shape.tokens + MAX_TOKENS) for shape in probes) + 4 * longest
     return Plan(requests=ASKED_PER_PROBE * len(probes) + 4, tokens=tokens)

@@ -32,7 +32,7 @@ class Value(msgspec.Struct, frozen=True):
 
     @property
     def is_known(self) -> bool:
-        """False where the text is filled in later: no rule may judge it."""
+        """False if the text is filled in later: no rule may judge it."""
         return not _PLACEHOLDER.search(self.text)
 
     @property
@@ -50,7 +50,7 @@ Values = Mapping[str, Value]
 class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
-    BOTH = "both"  # or not said
+    BOTH = "both"  # or the files do not say
 
 
 class Where(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ class Where(msgspec.Struct, frozen=True):
     is_certain: bool = True
 
     def is_apart_from(self, other: Where) -> bool | None:
-        """Whether two instances run in different places; None where the files do not say."""
+        """Whether two instances run in different places; None if the files do not say."""
         if self.name == other.name:
             return False
         return True if self.is_certain and other.is_certain else None
@@ -76,7 +76,7 @@ class Connector(msgspec.Struct, kw_only=True):
     fields: dict[str, Value] = {}  # the plain top-level fields: kv_connector, kv_role, ...
     extra: dict[str, Value] = {}  # kv_connector_extra_config, nested names joined with dots
     children: list[Connector] = []
-    text: str = "kv-transfer-config"  # as it was written, where that was text
+    text: str = "kv-transfer-config"  # as it was written, if it was text
     problem: str = ""  # why it could not be read
 
     @property
@@ -127,7 +127,7 @@ class Router(msgspec.Struct, kw_only=True):
     place: Place
     is_derived: bool = False  # the controller makes it from the engines' connector
     timeout_s: Value | None = None
-    sides: dict[str, Role] = {}  # the engines' ports, where it names them
+    sides: dict[str, Role] = {}  # the engines' ports, if it names them
 
 
 class Service(msgspec.Struct, kw_only=True):

@@ -49,7 +49,7 @@ class Found(msgspec.Struct):
 
 
 def read(text: str, file: str) -> Found:
-    """What a file holds. Raises ConfigError where it is neither YAML nor a script."""
+    """What a file holds. Raises ConfigError if it is neither YAML nor a script."""
     found = Found()
     suffix = os.path.splitext(file)[1].lower()
     if suffix in (".sh", ".bash", ".txt", ".cmd") or text.startswith("#!"):

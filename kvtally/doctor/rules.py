@@ -39,7 +39,7 @@ from kvtally.doctor.model import Connector, Deployment, Instance, Role, Value
 
 
 class Level(StrEnum):
-    """In the order of gravity. Notes are worth knowing and no reason to act."""
+    """From grave to harmless. A note is worth knowing, but no reason to act."""
 
     PROBLEM = "problem"  # reuse does not happen, answers may be wrong, or an engine does not start
     RISK = "risk"  # it works until something happens
@@ -83,7 +83,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, kw_only=True):
-    """A hit and its rule: all that is to be said."""
+    """A hit together with its rule: everything there is to say."""
 
     rule: str
     title: str
@@ -148,7 +148,7 @@ def _using(deployment: Deployment, *wanted: Family) -> list[Instance]:
 def _differing(
     deployment: Deployment, wanted: Callable[[Instance], bool], read: Callable[[Instance], Value | None]
 ) -> Iterator[tuple[Instance, Instance, Value, Value]]:
-    """The first pair of engines in which a known value differs. A value that is not given differs from nothing."""
+    """The first pair of engines whose known values differ. A value that is not given never differs."""
     for first, second in deployment.pairs():
         if wanted(first) and wanted(second):
             one, two = read(first), read(second)
@@ -166,7 +166,7 @@ def _connected(instance: Instance) -> bool:
 
 
 def _shared_key(instance: Instance) -> bool:
-    """Whether its cache is found by a key that other processes must compute, too."""
+    """Whether other processes must compute the same keys to find what it caches."""
     return bool(_families(instance) & {Family.LMCACHE, Family.LMCACHE_PD, *KEYED_BY_VLLM})
 
 
@@ -384,7 +384,7 @@ def _matches(connector: Connector, first: Instance, second: Instance) -> bool:
 
 
 def _unshared(connector: Connector, first: Instance, second: Instance) -> Hit | None:
-    """Why what this connector saves in one engine cannot be found by the other; None where it can, or nobody knows."""
+    """Why one engine cannot find what this connector saves in the other; None if it can, or the files do not tell."""
     kind = family(connector, first)
     other = next((each for each in second.connectors() if family(each, second) is kind), connector)
     evidence = [connector.evidence, other.evidence]

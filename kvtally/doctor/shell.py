@@ -18,7 +18,7 @@ _OPERATORS = "\n;&|()"
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?[-=]([^{}]*))?\}|(\w+))")
 _REDIRECTION = re.compile(r"(?:[<>]&\d?-?|&>>?|>>|>\||[<>])")
-_LITERAL = "\ue000"  # stands for a $ that is no variable
+_LITERAL = "\ue000"  # stands for a $ that begins no variable
 MOST_WORDS = 20_000
 LONGEST_COMMENT = 300
 LONGEST_WORD = 100_000
@@ -210,7 +210,7 @@ def _assign(word: Value, exported: dict[str, Value], local: dict[str, str]) -> N
 
 
 def _expand(text: str, known: Callable[[str], str]) -> str:
-    """With the values of variables that are known; a text that grows beyond measure stays as it is written."""
+    """The text with all known variables filled in. A text that would grow too long stays as it is written."""
     expanded = _VARIABLE.sub(lambda match: known(match[1] or match[3]) or match[2] or match[0], text)
     return (expanded if len(expanded) <= LONGEST_WORD else text).replace(_LITERAL, "$")
 

@@ -1,6 +1,6 @@
 """Text of unknown origin as a tree that knows its line numbers: YAML of several documents, and JSON, which is YAML.
 
-Bounded: size, number of nodes, depth. What is beyond the bounds, or is no text at all, is a `ConfigError`. An alias is
+Bounded: size, number of nodes, depth. Anything beyond the bounds, or not text at all, is a `ConfigError`. An alias is
 expanded, and counts each time, so a document that would unfold without end is refused early. Pure.
 """
 
@@ -50,12 +50,12 @@ class Node:
 
     @property
     def start(self) -> Place:
-        """Where a scalar's text begins: that of a block below its `|`."""
+        """Where a scalar's text begins. A block's text begins below its `|`."""
         return Place(self.place_file, self.first_line, self.path)
 
     @property
     def keeps_lines(self) -> bool:
-        """Whether the lines of a scalar's text are lines of the file: not where YAML has folded them."""
+        """Whether the lines of a scalar's text are lines of the file. They are not if YAML has folded them."""
         return "\n" not in self.text or self.first_line > self.line
 
     @property
@@ -67,7 +67,7 @@ class Node:
         return self.content if isinstance(self.content, list) else []
 
     def get(self, *names: str) -> Node:
-        """The node under these names; an empty one, at the nearest place, where there is none."""
+        """The node under these names. If there is none: an empty node, at the nearest place."""
         node = self
         for name in names:
             found = node.mapping.get(name)
@@ -95,7 +95,7 @@ class Node:
 
 
 def decode(content: bytes, file: str) -> str:
-    """The text of a file. Raises ConfigError where it is none, or too long."""
+    """The text of a file. Raises ConfigError if it is not text, or too long."""
     if len(content) > MOST_BYTES:
         raise _unreadable(file, f"it is larger than {MOST_BYTES >> 20} MiB", "Give the manifests alone, not a bundle.")
     try:
@@ -190,7 +190,7 @@ def _node(node: Any, file: str, path: str, depth: int, budget: list[int]) -> Nod
 
 
 def _below(path: str, name: str) -> str:
-    """A path that stays short whatever stands in the file."""
+    """A path that stays short, whatever the file holds."""
     longer = f"{path}.{name[:LONGEST_PATH]}" if path else name[:LONGEST_PATH]
     return longer if len(longer) <= LONGEST_PATH else "…" + longer[-LONGEST_PATH:]
 

@@ -1,8 +1,8 @@
 """What a live examination proves. Pure: counters, answers and experiments in; a verdict, its causes and next steps out.
 
 The witness is the engines' own counters, before and after each prompt: how many tokens decode computed, and how many
-came from outside. `usage.cached_tokens` is no witness, since decode reports prefill's there. What was counted while an
-engine served others is attributed to nobody. Neighbours: `live` (what was observed), `cli.doctor` (prints it).
+came from outside. `usage.cached_tokens` is not a witness, since decode reports prefill's there. What was counted while
+an engine served others is attributed to nothing. Neighbours: `live` (what was observed), `cli.doctor` (prints it).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import msgspec
 
 from kvtally.core.answers import Comparison
 
-ENOUGH = 0.5  # of a long prompt: chunks and blocks leave a rest
-MARGIN = 3.0  # times what the engine itself deviates by
-# What must be the same in prefill and decode, of what engines tell about themselves.
+ENOUGH = 0.5  # of a long prompt; what does not fill a chunk or block is never reused
+MARGIN = 3.0  # times the engine's own deviation
+# What engines report about themselves and must be the same in prefill and decode.
 ALIKE = ("version", "model", "block_size", "cache_dtype", "prefix_caching_hash_algo", "mamba_cache_mode")
-LEAST_TOLERANCE = 0.02  # of a logprob: decode computes what prefill left in other pieces
+LEAST_TOLERANCE = 0.02  # of a logprob: decode computes what is left in other pieces than prefill would
 
 
 class Outcome(StrEnum):
@@ -35,12 +35,12 @@ class Outcome(StrEnum):
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """What engines counted: prompt tokens by where they came from, and what their connectors say."""
+    """What engines counted: prompt tokens by source, and what their connectors report."""
 
     computed_tokens: int = 0
     local_tokens: int = 0  # from an engine's own prefix cache
     external_tokens: int = 0  # from a connector
-    asked_tokens: int = 0  # for which a connector was asked
+    asked_tokens: int = 0  # that a connector was asked for
     moved_bytes: int = 0  # by NIXL
     failed_transfers: int = 0  # of NIXL
     expired: int = 0  # prompts that prefill dropped before decode fetched them
@@ -57,7 +57,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(msgspec.Struct, kw_only=True):
-    """One engine, as it describes itself. `problem`: why it is no witness."""
+    """One engine, as it describes itself. `problem`: why it cannot be a witness."""
 
     url: str
     role: str
@@ -69,18 +69,18 @@ class Engine(msgspec.Struct, kw_only=True):
 
 
 class Seen(msgspec.Struct, kw_only=True):
-    """One prompt that nobody had asked before, through the router."""
+    """One prompt, never asked before, through the router."""
 
     case: str
     prompt_tokens: int
     is_long: bool = False  # long enough for any cache to reuse some of it
     failure: str = ""
     busy: str = ""  # why what was counted cannot be attributed
-    is_elsewhere: bool = False  # no decode engine that was named counted any of it
+    is_elsewhere: bool = False  # none of the named decode engines counted any of it
     prefill: Counters = Counters()
     decode: Counters = Counters()
     comparison: Comparison = Comparison()
-    is_compared: bool = False  # there is an answer to compare with that was computed from nothing
+    is_compared: bool = False  # there was an answer to compare with that reused nothing
     first_token_s: float | None = None
     alone_first_token_s: float | None = None  # of decode's engine, which computed the prompt itself
 

@@ -1,7 +1,7 @@
 """Judge a vLLM KV connector: does a request that reuses KV get the answer it would have got without?
 
     reference     no connector, nothing reused: what every output is compared with
-    baseline      no connector, vLLM's own prefix cache: how far reuse as such may move a logprob, how much it reuses
+    baseline      no connector, vLLM's own prefix cache: how far reuse alone moves a logprob, and how much is reused
     cold          connector, the engine's own cache reset before every request: what is reused was saved a moment ago
     warm          the same again: everything is in the store
     new engine    the engine restarted; its own cache grows beside the store's, so hits are mixed
@@ -312,7 +312,7 @@ class _Trial:
 
     def _add_mode(self, name: str, seat: _Seat, asked: list[Case], reference: list[Output]) -> None:
         if any(output.cached_tokens for output in reference):
-            self.report.errors.append(f"reference, {name}: vLLM reused something; it is no reference")
+            self.report.errors.append(f"reference, {name}: vLLM reused something, so it cannot be the reference")
         seat.engine.reset()
         passes = [_generate(seat, name, asked, resets=False) for _ in range(2)]
         cached = [output.cached_tokens for output in passes[1]]
@@ -374,7 +374,7 @@ class _Trial:
             if result.store and not result.store["saved"] > 0:
                 yield "the store says that nothing was saved"
             if self._connector.hit_share and mode.name == "alone" and not result.external_tokens:
-                yield "nothing was reused of prompts with the same beginning, nor of the turn before"
+                yield "nothing was reused, neither from prompts with the same beginning nor from the turn before"
             return
         if not result.external_tokens:
             yield "vLLM says that nothing came from the connector: this arm proves nothing"

@@ -21,7 +21,7 @@ from kvtally.wire.messages import Lookup, MissReason, PutObject, PutStatus
 
 class CopyingClient(StoreClient):
     def wait_staged(self, lease: Lease, *, timeout_s: float | None = None) -> Lease | Miss:
-        """Wait until everything leased is in the arena. A Miss where that did not come about, or not in time."""
+        """Wait until everything leased is in the arena. A Miss if that failed or took too long."""
         deadline_ns = self._deadline_ns(timeout_s)
         while not lease.is_staged:
             if time.monotonic_ns() >= deadline_ns:
@@ -49,9 +49,9 @@ class CopyingClient(StoreClient):
     def read_all(
         self, slots: Sequence[ReadSlot], memories: Sequence[cpu.Memory], *, verify: bool | None = None
     ) -> int | Miss:
-        """`read` for many whole objects of one lease, each to a memory of its size: how many bytes.
+        """`read` for many whole objects of one lease, each into a buffer of its size. The number of bytes.
 
-        What is not verified is copied in as few pieces as there are, and the lease is looked at once, after the last.
+        Unverified objects are copied in as few pieces as possible, and the lease is confirmed once, after the last.
         """
         if not slots:
             return 0
@@ -109,8 +109,8 @@ class CopyingClient(StoreClient):
     def write_all(
         self, puts: Sequence[Put], memories: Sequence[cpu.Memory], *, hashed: bool = True
     ) -> list[tuple[Put, int]] | Miss:
-        """`write` for many whole objects, as `put_end` takes them. Unhashed ones get the checksum 0: nobody who
-        verifies accepts them, and they are for who does not (a benchmark of the bare way)."""
+        """`write` for many whole objects, as `put_end` takes them. Unhashed objects get the checksum 0, so verified
+        reads reject them; a benchmark uses them to time the copies alone."""
         if hashed:
             written: list[tuple[Put, int]] = []
             for put, memory in zip(puts, memories, strict=True):
@@ -151,7 +151,7 @@ class CopyingClient(StoreClient):
         return [put.status for put in puts]
 
     def _judge(self, slot: ReadSlot, checksum: int | None) -> Miss | None:
-        """`accept` what was hashed; of what was not, have the lease confirmed."""
+        """If the copy was hashed, `accept` it; if not, ask the store whether the lease still stands."""
         if checksum is not None:
             return self.accept(slot, checksum)
         standing = self.confirm(slot.lease).wait()

@@ -158,7 +158,7 @@ class Engine:
         return self._ask(Sabotage(kind)).count
 
     def close(self) -> None:
-        """Shut down in order: what was to be saved is saved."""
+        """Shut down cleanly: what is still to be saved is saved first."""
         self._group.close()
 
     def kill(self) -> None:

@@ -251,7 +251,7 @@ def test_an_engine_that_is_no_vllm(pd: Set) -> None:
     pd.decode.is_vllm = False
     found = pd.examine()
     assert found.outcome is Outcome.CANNOT_TEST
-    assert "is no vLLM engine" in found.summary
+    assert "is not a vLLM engine" in found.summary
 
 
 def test_a_prefill_engine_that_does_not_answer_is_said_and_the_rest_examined(pd: Set) -> None:
