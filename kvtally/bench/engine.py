@@ -189,9 +189,11 @@ class Served:
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
         option = parser.add_argument
-        option("--model", metavar="DIR", default="", help="model to serve (a tiny hybrid, made on the spot)")
-        option("--prompt-tokens", metavar="N", type=int, default=2000, help="length of a prompt (2000)")
-        option("--python", metavar="PYTHON", default=sys.executable, help="the Python that has vLLM (this one)")
+        option("--model", metavar="DIR", default="", help="model to serve (default: a tiny hybrid, made on the spot)")
+        option("--prompt-tokens", metavar="N", type=int, default=2000, help="length of a prompt (default: 2000)")
+        option(
+            "--python", metavar="PYTHON", default=sys.executable, help="the Python that has vLLM (default: this one)"
+        )
         option("--engine", metavar="JSON", default="{}", help='more arguments for vllm.LLM, like {"block_size": 256}')
 
     @classmethod

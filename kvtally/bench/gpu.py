@@ -211,18 +211,34 @@ def _parser() -> argparse.ArgumentParser:
     )
     option = parser.add_argument
     option("--part", action="append", choices=PARTS, default=[], help="measure only this part; may be repeated")
-    option("--shape", action="append", choices=list(SHAPES), default=[], help="only a model of this shape")
-    option("--engine", action="append", choices=ENGINES, default=[], help="only this engine; there are fewer ratios")
+    option(
+        "--shape",
+        action="append",
+        choices=list(SHAPES),
+        default=[],
+        help="measure only a model of this shape; may be repeated",
+    )
+    option(
+        "--engine",
+        action="append",
+        choices=ENGINES,
+        default=[],
+        help="measure only this engine, without ratios to the others; may be repeated",
+    )
     option(
         "--disk",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="repeat from disk after a restart (yes for dense-8b)",
+        help="also repeat from disk, after a restart (default: only for dense-8b)",
     )
-    option("--graphs", action="store_true", help="CUDA graphs; without them, one host thread bounds short steps")
-    option("--dir", metavar="DIR", help="directory on the disk to measure (the temporary directory)")
-    option("--out", metavar="FILE", help="write what is known so far as JSON, after every step")
-    option("--logs", metavar="DIR", help="keep the logs of engines there")
+    option(
+        "--graphs",
+        action="store_true",
+        help="run engines with CUDA graphs; without them, one host thread limits short steps",
+    )
+    option("--dir", metavar="DIR", help="a directory on the disk to measure (default: the temporary directory)")
+    option("--out", metavar="FILE", help="write all figures so far to this file, as JSON, after every step")
+    option("--logs", metavar="DIR", help="keep the engines' logs in this directory")
     option("--quick", action="store_true", help="take few samples; the figures are rough")
     return parser
 

@@ -303,9 +303,11 @@ def _parser() -> argparse.ArgumentParser:
         "arena, and without a store. Needs vLLM; takes about half an hour on a CPU.",
     )
     Served.add_options(parser)
-    parser.add_argument("--requests", metavar="N", type=int, default=6, help="prompts in a burst (6)")
-    parser.add_argument("--fillers", metavar="N", type=int, default=4, help="requests that fill the running queue (4)")
-    parser.add_argument("--rounds", metavar="N", type=int, default=3, help="bursts of each arm and speed (3)")
+    parser.add_argument("--requests", metavar="N", type=int, default=6, help="prompts in a burst (default: 6)")
+    parser.add_argument(
+        "--fillers", metavar="N", type=int, default=4, help="requests that fill the running queue (default: 4)"
+    )
+    parser.add_argument("--rounds", metavar="N", type=int, default=3, help="bursts of each arm and speed (default: 3)")
     parser.add_argument("--part", choices=PARTS, action="append", help="measure only this part; may be repeated")
     return parser
 

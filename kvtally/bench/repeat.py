@@ -217,8 +217,10 @@ def _parser() -> argparse.ArgumentParser:
         "engine's. Needs vLLM; takes about three minutes on a CPU.",
     )
     Served.add_options(parser)
-    parser.add_argument("--fills", metavar="N", type=int, default=10, help="how many prompts (10)")
-    parser.add_argument("--memory", metavar="SIZE", help="arena of the store (1GiB, or a quarter of RAM with --model)")
+    parser.add_argument("--fills", metavar="N", type=int, default=10, help="how many prompts (default: 10)")
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="arena of the store (default: 1GiB, or a quarter of RAM with --model)"
+    )
     return parser
 
 

@@ -271,7 +271,7 @@ def _parser() -> argparse.ArgumentParser:
         "directly and beside a proxy that does nothing else. Engines are fakes that answer at once. Needs no vLLM. "
         "Takes about three minutes; nothing else should run meanwhile.",
     )
-    parser.add_argument("--quick", action="store_true", help="take a look in seconds; the figures are rough")
+    parser.add_argument("--quick", action="store_true", help="a rough look that takes seconds")
     return parser
 
 

@@ -432,9 +432,15 @@ def _parser() -> argparse.ArgumentParser:
         "its limit, taken in the same run: memcpy, or plain reads and writes of the same bytes. Needs no vLLM. Takes "
         "about two minutes; nothing else should run meanwhile.",
     )
-    parser.add_argument("--quick", action="store_true", help="take a look in seconds; the figures are rough")
-    parser.add_argument("--memory", metavar="SIZE", help="arena of the measured store (2GiB, or a quarter of RAM)")
-    parser.add_argument("--dir", metavar="DIR", help="directory on the disk to measure (the temporary directory)")
+    parser.add_argument("--quick", action="store_true", help="a rough look that takes seconds")
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="arena of the measured store (default: 2GiB, or a quarter of RAM if that is less)",
+    )
+    parser.add_argument(
+        "--dir", metavar="DIR", help="a directory on the disk to measure (default: the temporary directory)"
+    )
     return parser
 
 

@@ -48,7 +48,7 @@ NARROWEST_TABLE = 80  # columns; below that, rows become paragraphs
 INTRODUCTION = (
     "A store daemon and two engine processes. The engines have a synthetic hybrid model: full attention, sliding "
     "window, recurrent state. Its output is a digest of the KV bytes it reads, so one wrong byte shows. Prompt P1 has "
-    f"2,000 tokens, P2 has 30, P3 has 1,836 of which the first {SHARED_TOKENS:,} are P1's, P4 has 700."
+    f"2,000 tokens, P2 has 30, P3 has 1,836, the first {SHARED_TOKENS:,} of them P1's, and P4 has 700."
 )
 SUMMARY = (
     "Two engines shared their KV cache through the store, across processes and across a restart. Two kill -9 and two "
@@ -63,7 +63,8 @@ Tokens = list[int]
 
 def main(arguments: Sequence[str]) -> int:
     accepted = parser(
-        "demo-store", "See it work on this machine, without a GPU: a store, two engines, kill -9, a flipped byte."
+        "demo-store",
+        "See the store work, in a few seconds and without vLLM: two engines, kill -9, a restart, flipped bytes.",
     )
     accepted.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)  # how the demo starts its engines
     options = accepted.parse_args(arguments)

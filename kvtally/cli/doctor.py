@@ -34,15 +34,13 @@ def doctor(
         list[str],
         typer.Argument(
             help="Manifests, values, compose files, scripts with `vllm serve`, kv-transfer-config JSON, `up` files; "
-            "- is stdin. Or the address of a router that runs.",
+            "- is stdin. Or the address of a running router.",
             metavar="FILE...|URL",
         ),
     ],
     prompt_tokens: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", min=1, help="With files: tokens of a typical prompt, where you know them.", show_default=False
-        ),
+        typer.Option(metavar="N", min=1, help="With files: length of a typical prompt, in tokens.", show_default=False),
     ] = None,
     prefill: Annotated[
         list[str] | None,
@@ -66,21 +64,22 @@ def doctor(
     max_requests: Annotated[int, typer.Option(metavar="N", min=1, help="Most completions to ask for.")] = 60,
     max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Most prompt tokens to send.")] = 100_000,
     seed: Annotated[
-        int | None, typer.Option(help="Of the random prompts. Default: a new one.", show_default=False)
+        int | None,
+        typer.Option(metavar="N", help="Seed of the random prompts. Default: a new one.", show_default=False),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what keeps KV reuse from happening in a deployment, or makes it wrong.
+    """Find what keeps KV reuse from happening in a deployment, or makes it wrong.
 
-    FILE reads what a deployment is made of and asks nobody. URL asks a router that runs, of any kind, prompts that
-    nobody has seen, and reads the engines' own counters. Exit code: 0 nothing but notes, or reuse is real; 1 findings,
-    or it is not; 2 nothing could be examined.
+    Given files, it reads what the deployment is made of and contacts nothing. Given the URL of a running router, of any
+    kind, it sends new prompts through it and reads the engines' own counters. Exit code: 0 nothing found but notes, or
+    reuse is real; 1 something found, or reuse is not real; 2 nothing could be examined.
     """
     urls = [target for target in targets if target.startswith(("http://", "https://"))]
     if urls and len(targets) > 1:
         raise ConfigError("an address is examined alone", remedy="Give one URL, or files; not both at once.")
     if not urls and (prefill or decode):
-        raise ConfigError("--prefill and --decode are for an address", remedy="Give the router's URL, too.")
+        raise ConfigError("--prefill and --decode are for an address", remedy="Give the router's URL as well.")
     if not urls:
         from kvtally.doctor.examine import examine
         from kvtally.doctor.rules import Options

@@ -52,10 +52,12 @@ def stat(
 
 def receipts(
     ticket: Annotated[
-        str | None, typer.Argument(help="Ticket of one request. Default: the most recent receipts.")
+        str | None,
+        typer.Argument(metavar="TICKET", help="Ticket of one request. Default: the most recent receipts."),
     ] = None,
     last: Annotated[
-        int, typer.Option("--last", min=1, max=1000, help="How many of the most recent receipts to show.")
+        int,
+        typer.Option("--last", metavar="N", min=1, max=1000, help="How many of the most recent receipts to show."),
     ] = 20,
     socket: SocketOption = None,
     config: ConfigOption = None,

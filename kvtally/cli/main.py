@@ -23,21 +23,19 @@ from kvtally.errors import Disposition, KVTallyError
 app = typer.Typer(
     name="kvtally",
     help="KV-cache reuse for vLLM that proves itself: a store per node, verified hits, a receipt for every request.",
-    epilog="Begin with: kvtally demo · then, on a node with engines: kvtally store --memory 16GiB",
+    epilog="Begin with: kvtally demo-store (seconds, no vLLM) · then: kvtally demo · then: kvtally up FILE.yaml",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
     rich_markup_mode=None,  # rich's boxes leave options too narrow a column, and importing it takes a third of the time
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-config_app = typer.Typer(
-    help="Settings: what is in force, and where it comes from.", no_args_is_help=True, rich_markup_mode=None
-)
+config_app = typer.Typer(help="Show the settings that are in force.", no_args_is_help=True, rich_markup_mode=None)
 bench_app = typer.Typer(
     help="Measure each part on this machine, beside a limit or a peer of the same run.\n\n"
     "`store` and `route` need nothing but kvtally; begin with `store --quick`. `repeat` and `prefetch` need vLLM, on a "
-    "CPU or a GPU; `gpu` needs an NVIDIA GPU. A table says what was measured, beside which limit, and whether it meets "
-    "its target; --json prints all figures. Let nothing else run meanwhile.",
+    "CPU or a GPU; `gpu` needs an NVIDIA GPU. Each prints a table: what was measured, its limit, and whether it meets "
+    "its target; --json prints all figures. Let nothing else run on the machine meanwhile.",
     epilog="Example: kvtally bench store --quick · then: kvtally bench COMMAND --help",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -116,24 +114,49 @@ def _root(
     pass
 
 
+# `kvtally --help` lists them in this order. Where a command's own first line is too long for that list, `short_help` is
+# what it shows.
+
+
+@app.command("demo-store", context_settings=_PASS_ON, epilog="Example: kvtally demo-store")
+def _demo_store(context: typer.Context) -> None:
+    """See the store work, in a few seconds and without vLLM.
+
+    A store, two engines, a kill -9, a restart, and one corrupted byte that becomes a miss.
+    """
+    _run_module("kvtally.cli.demo_store", context.args)
+
+
+@app.command("demo", context_settings=_PASS_ON, epilog="Example: kvtally demo")
+def _demo(context: typer.Context) -> None:
+    """See prefill and decode share a KV cache, without a GPU.
+
+    Two real vLLM servers with a tiny hybrid model, a store, a router; a kill -9, a flipped byte; every receipt.
+    """
+    _run_module("kvtally.cli.demo", context.args)
+
+
+app.command(
+    short_help="Start a store, engines and a router from one file.",
+    epilog="Example: kvtally up examples/pd.yaml · to run the parts yourself: kvtally up FILE.yaml --print",
+)(up.up)
 app.command(epilog="Example: kvtally store --memory 16GiB --disk /var/lib/kvtally --disk-size 200GiB")(store.store)
-app.command(epilog="Example: kvtally route --prefill http://10.0.0.7:8000 --decode http://10.0.0.8:8000 --strict")(
-    route.route
-)
+app.command(
+    short_help="Serve an OpenAI-compatible API from prefill and decode.",
+    epilog="Example: kvtally route --prefill http://10.0.0.7:8000 --decode http://10.0.0.8:8000 --strict",
+)(route.route)
+app.command(epilog="Example: kvtally verify http://127.0.0.1:8080")(verify.verify)
+app.command(
+    short_help="Find what keeps KV reuse from happening, or makes it wrong.",
+    epilog="Example: kvtally doctor prefill.sh decode.sh · kvtally doctor http://router:8080 --prefill … --decode …",
+)(doctor.doctor)
 app.command(epilog="Example: kvtally stat --watch")(inspect.stat)
 app.command(epilog="Example: kvtally receipts --last 5 · or, for one request: kvtally receipts req-7f3a")(
     inspect.receipts
 )
 app.command(epilog="Example: kvtally reset --namespace 9c1f…")(inspect.reset)
-app.command(epilog="Example: kvtally up examples/pd.yaml · to run the parts yourself: kvtally up FILE.yaml --print")(
-    up.up
-)
-app.command(epilog="Example: kvtally verify http://127.0.0.1:8080")(verify.verify)
-app.command(
-    epilog="Example: kvtally doctor prefill.sh decode.sh · kvtally doctor http://router:8080 --prefill … --decode …"
-)(doctor.doctor)
 app.add_typer(config_app, name="config")
-app.add_typer(bench_app, name="bench")
+app.add_typer(bench_app, name="bench", short_help="Measure each part on this machine.")
 config_app.command("show", epilog="Example: KVTALLY_STORE__MEMORY=8GiB kvtally config show")(settings.show)
 
 
@@ -181,24 +204,6 @@ def _bench_route(context: typer.Context) -> None:
     Beside an engine that is asked directly, and a proxy that does nothing else.
     """
     _run_module("kvtally.bench.route", context.args)
-
-
-@app.command("demo", context_settings=_PASS_ON, epilog="Example: kvtally demo")
-def _demo(context: typer.Context) -> None:
-    """See prefill and decode share a KV cache on this machine, without a GPU.
-
-    Two real vLLM servers with a tiny hybrid model, a store, a router; a kill -9, a flipped byte; every receipt.
-    """
-    _run_module("kvtally.cli.demo", context.args)
-
-
-@app.command("demo-store", context_settings=_PASS_ON, epilog="Example: kvtally demo-store")
-def _demo_store(context: typer.Context) -> None:
-    """See the store work, in a few seconds and without vLLM.
-
-    A store, two engines, a kill -9, a restart, and one corrupted byte that becomes a miss.
-    """
-    _run_module("kvtally.cli.demo_store", context.args)
 
 
 def _run_module(name: str, arguments: list[str]) -> None:

@@ -24,7 +24,7 @@ def route(
     """Serve an OpenAI-compatible API from prefill and decode engines, with a receipt for every request.
 
     One line of JSON for each request goes to standard output, everything else to standard error. Runs until SIGTERM or
-    Ctrl-C. Every option can also stand in a settings file or in the environment.
+    Ctrl-C. Every option can also be set in a settings file or in the environment.
     """
     router_config = load(file=config, flags=flags).router()
     if not router_config.decode:

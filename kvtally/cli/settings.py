@@ -13,7 +13,9 @@ from kvtally.config.units import human_size
 
 
 def show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Print every setting with its value and where it comes from: default, file, environment or flag."""
+    """Print every setting, its value, and where it was set.
+
+    A flag wins over the environment, the environment over the file, the file over the default."""
     settings = load(file=config)
     if as_json:
         typer.echo(json.dumps(_tree(settings), indent=2))

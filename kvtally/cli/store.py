@@ -23,7 +23,7 @@ def store(
 ) -> None:
     """Hold KV cache for every engine on this node. Runs until SIGTERM or Ctrl-C.
 
-    Every option can also stand in a settings file or in the environment; kvtally config show says which one wins.
+    Every option can also be set in a settings file or in the environment; kvtally config show says which one wins.
     """
     store_config = load(file=config, flags=flags).store()
     configure(log_format, verbose=verbose)

@@ -136,6 +136,11 @@ class TestHelp:
         assert result.code == 0
         assert f"kvtally {' '.join(command)}" in result.out.split("Example: ")[1].replace("\n ", "")
 
+    @pytest.mark.parametrize("group", [(), ("bench",), ("config",)])
+    def test_lists_of_commands_have_whole_sentences(self, run: Run, group: tuple[str, ...]) -> None:
+        listed = run(*group, "--help").out.split("Commands:\n")[1].split("\n\n")[0].splitlines()
+        assert [line for line in listed if not line.endswith(".") or line.endswith("...")] == []
+
     def test_asking_for_help_imports_nothing_heavy(self) -> None:
         heavy = ("numpy", "rich", "asyncio", "uvicorn", "starlette", "aiohttp", "uvloop", "blake3", "ssl")
         code = f"import sys, kvtally.cli.main; print([name for name in {heavy!r} if name in sys.modules])"
