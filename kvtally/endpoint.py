@@ -1,8 +1,8 @@
 """Where a store is, and whether it is one to talk to: addresses, the owner of its socket, its greeting.
 
 Addresses are `unix:/path`, a plain path, or `tcp://host:port`. A host name is resolved once, when the address is read:
-resolving can block, and nothing after that may. Connects to nothing: `client.transport` and `router.receipts` do that,
-each in its own way.
+resolving can block, and nothing after that may. Connects to nothing: `client.transport` and, from an event loop,
+`dialling` do that.
 """
 
 from __future__ import annotations

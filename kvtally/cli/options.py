@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtally.config import DEFAULT_FILE, FILE_VARIABLE
-from kvtally.config.setting import Instances, Setting, Switch
+from kvtally.config.setting import Setting, Several, Switch
 from kvtally.config.table import SETTINGS
 from kvtally.log import LogFormat
 
@@ -20,7 +20,7 @@ def _option(setting: Setting) -> Any:
     if isinstance(setting.kind, Switch):
         both = f"{setting.flag}/{setting.flag.replace('--', '--no-', 1)}"
         return Annotated[bool | None, typer.Option(both, help=setting.help, show_default=False)]
-    value = list[str] if isinstance(setting.kind, Instances) else str
+    value = list[str] if isinstance(setting.kind, Several) else str
     metavar = setting.kind.metavar
     return Annotated[value | None, typer.Option(setting.flag, help=setting.help, metavar=metavar, show_default=False)]
 

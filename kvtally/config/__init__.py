@@ -18,7 +18,7 @@ from kvtally.config.load import (
     Settings,
     Shown,
     StoreConfig,
-    check_token,
+    check_network,
     load,
 )
 from kvtally.config.setting import Origin, unknown
@@ -34,7 +34,7 @@ __all__ = [
     "Settings",
     "Shown",
     "StoreConfig",
-    "check_token",
+    "check_network",
     "load",
     "unknown",
 ]

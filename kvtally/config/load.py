@@ -18,10 +18,11 @@ import msgspec
 
 from kvtally.config.directories import runtime_directory, state_directory
 from kvtally.config.instances import Instance
+from kvtally.config.peers import is_wildcard
 from kvtally.config.setting import HIDDEN, SMALLEST_BYTES, Given, Origin, type_name, unknown, unusable, wrong
 from kvtally.config.sizes import available_memory_bytes, disk_total_bytes, disk_usable_bytes
 from kvtally.config.table import FLAVOURS, SECTIONS, SETTINGS, SHORTEST_TOKEN
-from kvtally.config.units import human_size
+from kvtally.config.units import LAST_PORT, human_size, split_address
 from kvtally.config.yaml_file import read_text, read_yaml
 from kvtally.errors import ConfigError
 from kvtally.wire.limits import MIB
@@ -52,7 +53,19 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     token: str = ""
     tls_cert: str = ""
     tls_key: str = ""
+    peers: tuple[str, ...] = ()
+    advertise: str = ""  # with peers: where they find this store's TCP port; a port of 0 is the one that was bound
+    bulk: str = ""  # with peers: host and port for KV bytes
+    bulk_tls: bool = _default("store.bulk_tls")
+    peers_ca: str = ""
+    transport: str = _default("store.transport")
     admin: str = ""
+
+    def __post_init__(self) -> None:
+        """With peers, the two addresses that follow from `tcp` unless they are given."""
+        if self.peers and self.tcp:
+            msgspec.structs.force_setattr(self, "advertise", self.advertise or self.tcp)
+            msgspec.structs.force_setattr(self, "bulk", self.bulk or _next_port(self.tcp))
 
     def __repr__(self) -> str:
         shown = {**msgspec.structs.asdict(self), "token": HIDDEN if self.token else ""}
@@ -160,9 +173,7 @@ class Settings:
             token=self._token(),
             **self._values("store", besides=("socket", "memory", "disk", "disk_size", "token", "token_file")),
         )
-        check_token(config)
-        if bool(config.tls_cert) != bool(config.tls_key):
-            raise wrong("only one of store.tls_cert and store.tls_key is given", "Give both, or neither.")
+        check_network(config)
         return config
 
     def connector(self) -> ConnectorConfig:
@@ -310,14 +321,54 @@ class Settings:
 # ---- where settings are given
 
 
-def check_token(config: StoreConfig) -> None:
-    """Raise ConfigError for a TCP port that everybody could use."""
+def check_network(config: StoreConfig) -> None:
+    """Raise ConfigError for a TCP port that everybody could use, and for peers that could not find one another."""
     if config.tcp and not config.token:
         raise wrong(
             f"store.tcp = {config.tcp} has no token: anybody on the network could use the store",
             f"Write a secret of {SHORTEST_TOKEN} characters or more into a file of mode 0600 and give it as "
             "--token-file FILE, or leave tcp out.",
         )
+    if bool(config.tls_cert) != bool(config.tls_key):
+        raise wrong("only one of store.tls_cert and store.tls_key is given", "Give both, or neither.")
+    if config.peers:
+        _check_peers(config)
+        return
+    for name in ("advertise", "bulk", "peers_ca"):
+        if value := getattr(config, name):
+            raise wrong(f"store.{name} = {value} is given without store.peers", "Name the peers: --peers NETWORK.")
+
+
+def _check_peers(config: StoreConfig) -> None:
+    if not config.tcp:
+        raise wrong(
+            f"store.peers = {' '.join(config.peers)} is given without store.tcp: no peer could connect",
+            "Name the address that peers connect to: --tcp HOST:PORT.",
+        )
+    if is_wildcard(split_address(config.advertise).host):
+        raise wrong(
+            f"peers cannot connect to {config.advertise}, which stands for every address of this machine",
+            "Name the address by which they reach this store: --advertise HOST:PORT.",
+        )
+    if not config.bulk:
+        raise wrong(f"there is no port after that of store.tcp = {config.tcp}", "Name one for KV bytes: --bulk.")
+    if split_address(config.bulk).port == split_address(config.tcp).port != 0:
+        raise wrong(
+            f"store.bulk = {config.bulk} has the port of store.tcp", "Give KV bytes a port of their own: --bulk."
+        )
+    if bool(config.tls_cert) != bool(config.peers_ca):
+        given, missing = ("tls_cert", "peers_ca") if config.tls_cert else ("peers_ca", "tls_cert")
+        raise wrong(
+            f"store.{given} is given without store.{missing}: between peers TLS must cover both directions",
+            "Give every store its certificate (tls_cert, tls_key) and the authority of the others' (peers_ca).",
+        )
+
+
+def _next_port(address: str) -> str:
+    """The address of the port after this one, if there is one; of any free port if this is any free port."""
+    host, _, port = address.rpartition(":")
+    number = int(port) + 1 if int(port) else 0
+    return f"{host}:{number}" if number <= LAST_PORT else ""
 
 
 def _find_file(explicit: str | None, environ: Mapping[str, str]) -> Path | None:

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvtally.config.instances import Instance, parse_instance
+from kvtally.config.instances import parse_instance
+from kvtally.config.peers import parse_peer
 from kvtally.config.units import human_size, is_loopback, parse_size, split_address
 from kvtally.errors import ConfigError
 from kvtally.wire.limits import MIB
@@ -255,17 +256,41 @@ class SocketPath(PathOf, frozen=True, kw_only=True):
         return "unix:"
 
 
-class Instances(Kind, frozen=True, kw_only=True):
-    """Engines behind a router: a list in the file, repeated flags, separated by spaces in the environment. The store of
-    one that names none is left empty: `load` knows which it is."""
+class Several(Kind, frozen=True, kw_only=True):
+    """Several values: a list in the file, repeated flags, separated by spaces in the environment."""
 
-    metavar: str = "URL[,store=ADDRESS]"
-    default: tuple[Instance, ...] = ()
+    default: tuple[Any, ...] = ()
+
+    def _words(self, given: Given) -> list[str]:
+        return [str(word) for word in given.raw] if isinstance(given.raw, list) else given.text().split()
+
+
+class Peers(Several, frozen=True, kw_only=True):
+    """Addresses, names and networks of other stores, as they were written."""
+
+    metavar: str = "NETWORK"
 
     def read(self, given: Given, *, is_for_here: bool) -> Any:
-        words = given.raw if isinstance(given.raw, list) else given.text().split()
+        words = self._words(given)
         try:
-            found = [parse_instance(str(word), default_store="") for word in words]
+            for word in words:
+                parse_peer(word)
+        except ValueError as error:
+            raise unusable(
+                f"{given} does not name peers: {error}",
+                "Name hosts or networks, without ports, for example 10.0.0.0/24 or node-b.",
+            ) from error
+        return tuple(words)
+
+
+class Instances(Several, frozen=True, kw_only=True):
+    """Engines behind a router. The store of one that names none is left empty: `load` knows which it is."""
+
+    metavar: str = "URL[,store=ADDRESS]"
+
+    def read(self, given: Given, *, is_for_here: bool) -> Any:
+        try:
+            found = [parse_instance(word, default_store="") for word in self._words(given)]
         except ValueError as error:
             raise unusable(
                 f"{given} does not name instances: {error}", f"For example {given.setting.example}."

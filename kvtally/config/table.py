@@ -10,6 +10,7 @@ from kvtally.config.setting import (
     Instances,
     Number,
     PathOf,
+    Peers,
     Setting,
     Size,
     SocketPath,
@@ -71,8 +72,7 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting(
             name="tcp",
-            description="Also listen on this address, for tools and routers on other machines (no KV bytes). Needs a "
-            "token.",
+            description="Also listen on this address, for tools, routers and stores on other machines. Needs a token.",
             kind=Address(),
             default="no TCP",
             example="10.0.0.5:7400",
@@ -106,6 +106,51 @@ SETTINGS: dict[str, Setting] = {
             kind=PathOf(must_be_readable=True),
             default="no TLS",
             example="/etc/kvtally/key.pem",
+        ),
+        Setting(
+            name="peers",
+            description="Stores of other machines that this one may pull KV from and that may pull from it: addresses, "
+            "networks or host names, without ports. A list in the file, a repeated flag, separated by spaces in the "
+            "environment. Needs tcp.",
+            kind=Peers(),
+            default="none: nothing is shared between machines",
+            example="10.0.0.0/24",
+        ),
+        Setting(
+            name="advertise",
+            description="Address by which peers reach this store's TCP port.",
+            kind=Address(),
+            default="tcp; must be given if tcp is 0.0.0.0 or [::]",
+            example="10.0.0.5:7400",
+        ),
+        Setting(
+            name="bulk",
+            description="Address that peers pull KV bytes from. Its host must be reached by the same name as that of "
+            "tcp.",
+            kind=Address(),
+            default="the host of tcp, and the next port",
+            example="10.0.0.5:7401",
+        ),
+        Setting(
+            name="bulk_tls",
+            description="Encrypt KV bytes between stores, if tls_cert is given. Turn it off, on all of them, only "
+            "where the network is private or encrypts by itself: KV bytes are as confidential as the prompts.",
+            kind=Switch(default=True),
+            example="false",
+        ),
+        Setting(
+            name="peers_ca",
+            description="Certificate authority (PEM) of the peers' certificates. Connections to peers then use TLS; "
+            "given with tls_cert.",
+            kind=PathOf(must_be_readable=True),
+            default="no TLS",
+            example="/etc/kvtally/ca.pem",
+        ),
+        Setting(
+            name="transport",
+            description="How KV bytes travel between stores: tcp, or nixl (RDMA).",
+            kind=Choice(metavar="NAME", default="tcp", among=("tcp", "nixl")),
+            example="nixl",
         ),
         Setting(
             name="admin",

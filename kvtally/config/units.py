@@ -12,6 +12,7 @@ _UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgtp", start=1)
     for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
+LAST_PORT = 65_535
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -52,7 +53,7 @@ def split_address(text: str) -> Address:
         host = host[1:-1]
     elif ":" in host:
         raise ValueError("an IPv6 host goes in brackets")
-    if not (port.isascii() and port.isdigit() and int(port) <= 65_535):
+    if not (port.isascii() and port.isdigit() and int(port) <= LAST_PORT):
         raise ValueError(f"{port!r} is not a port")
     return Address(host, int(port))
 

@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 
 from kvtally import __version__
-from kvtally.config import StoreConfig, check_token
+from kvtally.config import StoreConfig, check_network
 from kvtally.config.units import human_size
 from kvtally.errors import CapacityError, ConfigError, IncompatibleError, IntegrityError, KVTallyError, TierError
 from kvtally.shm import peer_uid
@@ -382,7 +382,7 @@ def check(config: StoreConfig) -> None:
     """Raise ConfigError for what can never work. Touches nothing."""
     check_socket_path(config.socket)
     check_fits(config.memory_bytes)
-    check_token(config)
+    check_network(config)
     tls_context(config.tls_cert, config.tls_key)
     check_admin(config.admin)
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvtally.cli.main import app
 from kvtally.config import LONGEST_SOCKET_PATH_BYTES, ConnectorConfig, Origin, Settings, StoreConfig, load, sizes
+from kvtally.config.peers import PeerList
 from kvtally.config.setting import Given, Setting
 from kvtally.config.sizes import available_memory_bytes
 from kvtally.config.table import SETTINGS, settings_table
@@ -117,7 +118,7 @@ class TestRefusals:
         [
             ("store: {memroy: 1GiB}", "Did you mean memory?"),
             ("stor: {memory: 1GiB}", "Did you mean store?"),
-            ("store: {zzz: 1}", "Known: admin, disk"),
+            ("store: {zzz: 1}", "Known: admin, advertise"),
         ],
     )
     def test_unknown_in_the_file(self, text: str, remedy: str) -> None:
@@ -251,6 +252,150 @@ class TestRefusals:
     def test_text_where_a_number_was_written(self) -> None:
         assert refusal("store: {token: 12345678901234567890}").code == "KV-100"
         assert refusal("store: {verify_reads: maybe}").code == "KV-100"
+
+
+class TestPeers:
+    NETWORK = {"TCP": "10.0.0.5:7400", "TOKEN": TOKEN, "PEERS": "10.0.0.0/24"}
+
+    def test_the_addresses_follow_from_that_of_tcp(self) -> None:
+        config = store(None, **self.NETWORK)
+        assert (config.peers, config.advertise, config.bulk) == (("10.0.0.0/24",), "10.0.0.5:7400", "10.0.0.5:7401")
+        assert (config.transport, config.bulk_tls, config.peers_ca) == ("tcp", True, "")
+        any_port = store(None, **self.NETWORK | {"TCP": "[::1]:0"})
+        assert (any_port.advertise, any_port.bulk) == ("[::1]:0", "[::1]:0")
+        assert store(None, **self.NETWORK | {"BULK": "10.0.0.5:0"}).bulk == "10.0.0.5:0"
+
+    def test_without_peers_nothing_is_advertised(self) -> None:
+        config = store(None, TCP="10.0.0.5:7400", TOKEN=TOKEN)
+        assert (config.peers, config.advertise, config.bulk) == ((), "", "")
+
+    def test_several_are_a_list_repeated_flags_or_words(self) -> None:
+        expected = ("10.0.0.7", "node-b")
+        text = f"store: {{tcp: '10.0.0.5:7400', token: {TOKEN}, peers: [10.0.0.7, node-b]}}"
+        assert store(text).peers == expected
+        assert store(None, **self.NETWORK | {"PEERS": "10.0.0.7  node-b"}).peers == expected
+
+    @pytest.mark.parametrize(
+        "entry",
+        [
+            *(
+                "10.0.0.0/33",
+                "10.0.0.7/24",
+                "10.0.0.7:7400",
+                "[::1]",
+                "tcp://10.0.0.7:7400",
+                "10.0.0",
+                "300.1.1.1",
+                "a..b",
+            ),
+            *(
+                "-a",
+                "a_-",
+                "nöde",
+                "::1/200",
+                "a/b",
+                "10.0.0.0/24,10.0.1.0/24",
+                "x" * 64,
+                ".".join(["x" * 60] * 5),
+                "1",
+            ),
+        ],
+    )
+    def test_neither_address_nor_network_nor_name(self, entry: str) -> None:
+        error = refusal(None, **self.NETWORK | {"PEERS": f"10.0.0.7 {entry}"})
+        assert (error.code, repr(entry) in error.message, "10.0.0.0/24" in error.remedy) == ("KV-102", True, True)
+
+    def test_peers_need_tcp_and_tcp_a_token(self) -> None:
+        error = refusal(None, PEERS="10.0.0.0/24", TOKEN=TOKEN)
+        assert (error.code, "--tcp" in error.remedy) == ("KV-100", True)
+        assert "has no token" in refusal(None, PEERS="10.0.0.0/24", TCP="10.0.0.5:7400").message
+
+    @pytest.mark.parametrize("tcp", ["0.0.0.0:7400", "[::]:7400", "[::ffff:0.0.0.0]:7400"])
+    def test_a_wildcard_is_not_an_address_to_be_reached_by(self, tcp: str) -> None:
+        assert "--advertise" in refusal(None, **self.NETWORK | {"TCP": tcp}).remedy
+        config = store(None, **self.NETWORK | {"TCP": tcp, "ADVERTISE": "node-a:7400"})
+        assert (config.advertise, config.bulk) == ("node-a:7400", tcp.replace("7400", "7401"))
+
+    def test_bytes_have_a_port_of_their_own(self) -> None:
+        assert "--bulk" in refusal(None, **self.NETWORK | {"BULK": "10.0.0.6:7400"}).remedy
+        assert "--bulk" in refusal(None, **self.NETWORK | {"TCP": "10.0.0.5:65535"}).remedy
+        assert refusal(None, **self.NETWORK | {"BULK": "7401"}).code == "KV-102"
+
+    @pytest.mark.parametrize("name", ["ADVERTISE", "BULK"])
+    def test_what_is_for_peers_needs_some(self, name: str) -> None:
+        error = refusal(None, **{"TCP": "10.0.0.5:7400", "TOKEN": TOKEN, name: "10.0.0.5:7402"})
+        assert (error.code, "--peers" in error.remedy) == ("KV-100", True)
+
+    def test_tls_covers_both_directions_or_none(self) -> None:
+        Path("some.pem").write_text("", encoding="utf-8")
+        both = {"TLS_CERT": "some.pem", "TLS_KEY": "some.pem"}
+        assert "peers_ca" in refusal(None, **self.NETWORK, **both).message
+        assert "tls_cert" in refusal(None, **self.NETWORK, PEERS_CA="some.pem").message
+        assert store(None, **self.NETWORK, **both, PEERS_CA="some.pem").peers_ca
+
+    def test_a_transport_that_there_is_not(self) -> None:
+        assert "tcp or nixl" in refusal(None, **self.NETWORK, TRANSPORT="rdma").remedy
+        assert store(None, **self.NETWORK, TRANSPORT="nixl").transport == "nixl"
+
+
+class TestPeerList:
+    PEERS = PeerList(["10.0.0.0/24", "192.168.1.9", "fd00::/64", "Node-B", "store.example."], own="tcp://10.0.0.5:7400")
+
+    @pytest.mark.parametrize(
+        "address",
+        [
+            *("tcp://10.0.0.7:7400", "tcp://10.0.0.5:7402", "tcp://192.168.1.9:1", "tcp://[fd00::7]:7400"),
+            *("tcp://node-b:7400", "tcp://NODE-B.:7400", "tcp://store.example:7400", "tcp://[::ffff:10.0.0.7]:7400"),
+        ],
+    )
+    def test_may_be_asked(self, address: str) -> None:
+        assert self.PEERS.may_ask(address)
+
+    @pytest.mark.parametrize(
+        "address",
+        [
+            *("tcp://10.0.0.5:7400", "tcp://10.0.1.7:7400", "tcp://192.168.1.8:1", "tcp://[fd00:0:0:1::7]:7400"),
+            *("tcp://node-c:7400", "tcp://node-b.evil.example:7400", "tcp://10.0.0.7.evil.example:7400"),
+            *("10.0.0.7:7400", "unix:/run/s.sock", "/run/s.sock", "http://10.0.0.7:7400", "TCP://10.0.0.7:7400", ""),
+            *(
+                "tcp://10.0.0.7",
+                "tcp://10.0.0.7:0",
+                "tcp://10.0.0.7:99999",
+                "tcp://10.0.0.7:7400/x",
+                "tcp://u@10.0.0.7:1",
+            ),
+            *(
+                "tcp://10.0.0.007:7400",
+                "tcp://0xa000007:7400",
+                "tcp://167772167:7400",
+                "tcp://10.7:7400",
+                "tcp://:7400",
+            ),
+            *("tcp://127.0.0.1:7400", "tcp://localhost:7400", "tcp://10.0.0.7\n:7400", "tcp:// 10.0.0.7:7400"),
+        ],
+    )
+    def test_may_not_be_asked(self, address: str) -> None:
+        assert not self.PEERS.may_ask(address)
+
+    def test_everybody_is_no_address(self) -> None:
+        everybody = PeerList(["0.0.0.0/0", "::/0"])
+        assert everybody.may_ask("tcp://8.8.8.8:1")
+        for host in ("0.0.0.0", "[::]", "[::ffff:0.0.0.0]", "224.0.0.1", "[ff02::1]"):
+            assert not everybody.may_ask(f"tcp://{host}:7400")
+
+    def test_who_comes_has_a_number(self) -> None:
+        assert self.PEERS.has("10.0.0.7")
+        assert self.PEERS.has("::ffff:10.0.0.7")
+        assert not self.PEERS.has("10.0.1.7")
+        assert not self.PEERS.has("node-b")
+        assert self.PEERS.names == {"node-b", "store.example"}
+
+    def test_nobody_is_a_peer_of_an_empty_list(self) -> None:
+        nobody = PeerList()
+        assert not nobody
+        assert not nobody.may_ask("tcp://10.0.0.7:7400")
+        assert PeerList(["a"])
+        assert PeerList(["10.0.0.1"])
 
 
 class TestPlaces:

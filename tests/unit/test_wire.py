@@ -18,10 +18,13 @@ from hypothesis import strategies as st
 from kvtally.core.receipts import Half, Receipt, Role
 from kvtally.errors import TransportError
 from kvtally.wire import messages as m
+from kvtally.wire.auth import NONCE_BYTES, proof, store_proof
+from kvtally.wire.bulk import HEADER_BYTES, Header, PullStatus
 from kvtally.wire.frames import FrameReader, encode, reply_reader, request_reader
 from kvtally.wire.limits import Limits
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "messages.json"
+BEFORE_PEERS = GOLDEN.with_name("messages_before_peers.json")  # of the version before stores talked to one another
 LIMIT = 1 << 20
 
 REQUESTS: tuple[type[m.Message], ...] = get_args(m.Request)
@@ -39,6 +42,8 @@ PREFILL = Half(
     tokens_host=5,
     tokens_disk=6,
     tokens_remote=7,
+    tokens_peer=11,
+    tokens_pool=12,
     computed_tokens=8,
     moved_bytes=9,
     wait_ms=1.5,
@@ -53,11 +58,16 @@ PREFILL = Half(
 )
 LIMITS = Limits(**{field: value for value, field in enumerate(Limits.__struct_fields__, start=1)})
 EXAMPLES: tuple[m.Request | m.Reply, ...] = (
-    m.Hello(1, 2, "engine", b"{}", b"\x01\x02", b"\x03"),
-    m.Lookup(1, bytes(range(64)), [256, 300], 299, 16, [1, 2], 3, True, 4, -5, 6, True, 7, True),
+    m.Hello(1, 2, "engine", b"{}", b"\x01\x02", b"\x03", True, b"\x04"),
+    m.Lookup(
+        *(1, bytes(range(64)), [256, 300], 299, 16, [1, 2], 3, True, 4, -5, 6, True, 7, True),
+        *("tcp://a:1", "ticket", 8, "tcp://b:2"),
+    ),
     m.Wanted(1, 2, 3),
     m.SlotsGet(1, 2, 3),
     m.Release(1, [2, 3], [(4, 5, 6, 7)]),
+    m.Offer(1, "tcp://a:1", bytes(range(64)), [256, 300]),
+    m.Pull(1, 2, 3, 4, 5),
     m.PutBegin(1, [m.PutObject(b"\x01", b"\x02", 3, 4, 5, 6, 7)]),
     m.PutEnd(1, [(2, 2**64 - 1)], [3]),
     m.ReceiptFile(1, "ticket", PREFILL),
@@ -65,12 +75,12 @@ EXAMPLES: tuple[m.Request | m.Reply, ...] = (
     m.Ping(1),
     m.StatsGet(1),
     m.Reset(1, b"\x01"),
-    m.Greeting(1, "0.1", "store", 2, True, LIMITS, b"\x03"),
-    m.Welcome(1, 2, b"\x03"),
+    m.Greeting(1, "0.1", "store", 2, True, LIMITS, b"\x03", "tcp://a:1"),
+    m.Welcome(1, 2, b"\x03", b"\x04", 5),
     m.Refused(1, "KV-204", "what", "remedy"),
-    m.Found(1, 2, 3, 4, 5, [b"\x06"], [7], "absent", 8, [m.Slot(2, 3, 4, 5, [6, 7])]),
-    m.Staged(1, 2, 3, "checksum", 4, 5, 6, 7, 1.5, 2.5),
-    m.Slots(1, [m.Slot(2, 3, 4, 2**64 - 1, [5, 6])], "lease_expired"),
+    m.Found(1, 2, 3, 4, 5, [b"\x06"], [7], "absent", 8, [m.Slot(2, 3, 4, 5, [6, 7], 8)], "refused"),
+    m.Staged(1, 2, 3, "checksum", 4, 5, 6, 7, 1.5, 2.5, 8, 9),
+    m.Slots(1, [m.Slot(2, 3, 4, 2**64 - 1, [5, 6], 7)], "lease_expired"),
     m.Done(1),
     m.PutSlots(1, [m.PutSlot(m.PutStatus.PENDING, 2, [3, 4])]),
     m.PutEnded(1, 2, [3]),
@@ -306,6 +316,62 @@ def test_golden_bytes_are_read_as_what_they_were_written() -> None:
     golden = json.loads(GOLDEN.read_text())
     for example in EXAMPLES:
         assert reader_of(type(example)).feed(bytes.fromhex(golden[type(example).__name__])) == [example]
+
+
+# ---- a cluster is upgraded machine by machine
+
+
+def older(message: Any, raw: Any) -> Any:
+    """`message` as a version sent it that knew only as many of its fields as `raw` has: the others at their default."""
+    if isinstance(message, msgspec.Struct) and isinstance(raw, dict):
+        return type(message)(**{name: older(getattr(message, name), value) for name, value in raw.items()})
+    if isinstance(message, msgspec.Struct):
+        names = message.__struct_fields__[: len(raw) - 1]  # the first item is the tag
+        return type(message)(*(older(getattr(message, name), raw[1 + at]) for at, name in enumerate(names)))
+    if isinstance(message, list) and message and isinstance(message[0], msgspec.Struct):
+        return [older(one, each) for one, each in zip(message, raw, strict=True)]
+    return message
+
+
+def test_messages_of_the_version_before_peers_are_read_with_defaults_for_what_is_new() -> None:
+    before = json.loads(BEFORE_PEERS.read_text())
+    examples = {type(example).__name__: example for example in EXAMPLES}
+    assert set(examples) - set(before) == {"Offer", "Pull"}
+    for name, frame in before.items():
+        data = bytes.fromhex(frame)
+        expected = older(examples[name], msgspec.msgpack.decode(data[4:]))
+        assert reader_of(type(expected)).feed(data) == [expected]
+
+
+def test_what_is_new_is_not_read_from_older_messages_by_accident() -> None:
+    """The negative control: the older bytes are others, and what they do not say is missing in what is read."""
+    before = json.loads(BEFORE_PEERS.read_text())
+    changed = {name for name, frame in golden_values().items() if before.get(name) != frame}
+    grown = {"Hello", "Lookup", "Greeting", "Welcome", "Found", "Staged", "Slots", "ReceiptFile", "Receipts"}
+    assert changed == {*grown, "Offer", "Pull"}
+    (hello,) = request_reader(LIMIT).feed(bytes.fromhex(before["Hello"]))
+    assert (hello.peer, hello.nonce) == (False, b"")  # type: ignore[union-attr]
+    (found,) = reply_reader(LIMIT).feed(bytes.fromhex(before["Found"]))
+    assert [slot.rank for slot in found.slots] == [0]  # type: ignore[union-attr]
+
+
+# ---- bulk connections, and the proof of the token
+
+
+def test_a_header_comes_back_as_it_was() -> None:
+    header = Header(2**40, 7, PullStatus.BUSY)
+    assert len(header.pack()) == HEADER_BYTES
+    assert Header.unpack(header.pack()) == header
+    assert Header.unpack(Header(1, 2**32 + 5, PullStatus.SENT).pack()).pull == 5
+
+
+def test_a_client_s_proof_is_none_of_a_store_s() -> None:
+    """Otherwise an impostor could have a client answer that client's own nonce."""
+    nonce = bytes(NONCE_BYTES)
+    proofs = {make(token, nonce) for make in (proof, store_proof) for token in ("a", "b")}
+    assert len(proofs) == 4
+    assert proof("a", nonce).hex()[:16] == "6ab04e57ab9d3f1d"  # of all versions since the first
+    assert store_proof("a", nonce) != store_proof("a", bytes([1] * NONCE_BYTES))
 
 
 if __name__ == "__main__":
