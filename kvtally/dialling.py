@@ -48,7 +48,7 @@ class Session(asyncio.Protocol):
 
     @abstractmethod
     def took(self, reply: Reply) -> None:
-        """A reply after the welcome."""
+        """Anything that comes after the welcome."""
 
     def abort(self) -> None:
         if self._is_made:
@@ -68,27 +68,28 @@ class Session(asyncio.Protocol):
             self._end(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end(exc or TransportError("the store closed the connection", remedy="It comes back.", code="KV-502"))
+        closed = TransportError("the store closed the connection", remedy="It comes back.", code="KV-502")
+        self._end(exc if isinstance(exc, OSError) else closed)
 
     def _take(self, message: Reply) -> None:
         if isinstance(message, Refused) and (message.id == 0 or not self.welcomed.done()):
             raise IncompatibleError(message.message, remedy=message.remedy, code=message.code)
-        if self.welcomed.done():
+        if self.welcomed.done() and not isinstance(message, Greeting | Welcome):
             self.took(message)
         elif isinstance(message, Greeting) and self._hello is None:
             self._hello = self.hello(message)
             self.transport.write(encode(self._hello))
-        elif isinstance(message, Welcome) and self._hello is not None:
+        elif isinstance(message, Welcome) and self._hello is not None and not self.welcomed.done():
             check_proof(self._endpoint, self._hello, message)
             self.welcomed.set_result(message)
         else:
             raise TransportError(
-                f"{type(message).__name__} came before the welcome",
+                f"{type(message).__name__} came out of turn in the handshake",
                 remedy="What answers there is no store: check the address.",
                 code="KV-503",
             )
 
-    def _end(self, error: Exception) -> None:
+    def _end(self, error: KVTallyError | OSError) -> None:
         for future in (self.welcomed, self.ended):
             if not future.done():
                 future.set_exception(error)

@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Hashable
 from enum import StrEnum
 
 
@@ -51,6 +52,25 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
+
+
+class Seldom:
+    """Whether to log something again: once a minute for each key. Any thread may ask."""
+
+    AGAIN_S = 60.0
+    MOST_KEYS = 1_024
+
+    def __init__(self) -> None:
+        self._until_s: dict[Hashable, float] = {}
+
+    def is_due(self, key: Hashable) -> bool:
+        now_s = time.monotonic()
+        if now_s < self._until_s.get(key, 0.0):
+            return False
+        if len(self._until_s) >= self.MOST_KEYS:
+            self._until_s.clear()
+        self._until_s[key] = now_s + self.AGAIN_S
+        return True
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

@@ -15,6 +15,7 @@ from kvtally.core.keys import ObjectKey
 from kvtally.core.namespace import Namespace
 from kvtally.core.space import Piece
 from kvtally.store.tiers.base import Boundary, Holding, ObjectRecord
+from kvtally.store.tiers.base import PeerPlace as PeerPlace  # where an object lies at another store
 from kvtally.wire.bulk import PullStatus
 
 
@@ -35,15 +36,6 @@ class RemoveJob:
     id: int
     tier: int
     keys: tuple[ObjectKey, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PeerPlace:
-    """Where an object lies at another store: under which lease there, at which of its boundaries."""
-
-    address: str
-    lease: int
-    index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,26 +1,37 @@
 """What a store listens on: the unix socket it owns, addresses, TLS, and what is exchanged before the first frame.
 
-Owns the socket's path, lock and mode, the peer check, and the passing of descriptors. Knows no messages beyond the
-greeting it is handed. Neighbours: `server` (drives it), `connections` (takes over once a socket is greeted).
+Owns the socket's path, lock and mode, accepting, and the passing of descriptors. Knows no messages beyond a refusal and
+the greeting it is handed. Neighbours: `server` and `bulk` (drive it), `connections` (takes over once a socket is
+greeted).
 Everything here is a plain non-blocking system call or happens before the store serves.
 """
 
 from __future__ import annotations
 
 import array
+import asyncio
+import contextlib
 import errno
 import fcntl
+import logging
 import os
 import socket
 import ssl
 import stat
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 from kvtally.config import LONGEST_SOCKET_PATH_BYTES
 from kvtally.config.units import split_address
-from kvtally.errors import ConfigError
+from kvtally.errors import ConfigError, KVTallyError
+from kvtally.wire.frames import encode
+from kvtally.wire.messages import Refused
+
+logger = logging.getLogger("kvtally.store")
 
 _BACKLOG = 128
+_ACCEPT_PAUSE_S = 1.0  # after the process ran out of descriptors
+_ACCEPTS_PER_WAKE = 16
 
 
 class UnixEndpoint:
@@ -78,6 +89,53 @@ class UnixEndpoint:
         """Remove the socket and give up the lock, in this order."""
         self.stop_listening()
         os.close(self._lock)
+
+
+class Acceptor(ABC):
+    """Accepts on one listening socket, in the event loop's thread."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._resume()
+
+    def stop_accepting(self) -> None:
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+
+    @abstractmethod
+    def _take(self, peer: socket.socket) -> None:
+        """A new connection, whose socket does not block. If this raises OSError, the peer has left."""
+
+    def _resume(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_WAKE):
+            try:
+                peer, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptors or memory left; the listener stays readable, so stop watching it
+                logger.error("cannot accept a connection: %s", error)
+                self._loop.remove_reader(self._listener)
+                self._loop.call_later(_ACCEPT_PAUSE_S, self._resume)
+                return
+            peer.setblocking(False)
+            try:
+                self._take(peer)
+            except OSError:  # it left, or there is no descriptor for its pipe
+                peer.close()
+
+
+def refuse(peer: socket.socket, error: KVTallyError, *, has_tls: bool) -> None:
+    """Close a connection that nobody has taken, and say why if that is possible: not before TLS is negotiated."""
+    logger.info("connection refused: %s", error)
+    if not has_tls:
+        with contextlib.suppress(OSError):
+            peer.send(encode(Refused(0, error.code, error.message, error.remedy)))
+    peer.close()
 
 
 def check_socket_path(path: str) -> None:
@@ -155,6 +213,47 @@ def tls_context(cert: str, key: str) -> ssl.SSLContext | None:
             remedy="Point tls_cert and tls_key at a PEM certificate and its private key, readable by this user.",
         ) from error
     return context
+
+
+def peers_context(authority: str) -> ssl.SSLContext | None:
+    """This store's side of TLS when it connects to peers, or None if it is not configured. Raises ConfigError."""
+    if not authority:
+        return None
+    try:
+        return ssl.create_default_context(cafile=authority)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"the certificate authority {authority!r} cannot be used: {error}",
+            remedy="Point peers_ca at the PEM certificate of the authority that signed the peers' certificates.",
+        ) from error
+
+
+def check_certificate(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> None:
+    """Raise ConfigError if peers that trust the same authority would not accept this store's certificate.
+
+    The two sides shake hands here, in memory: nobody is connected to.
+    """
+    ends = [(ssl.MemoryBIO(), ssl.MemoryBIO()) for _ in range(2)]
+    (to_server, from_server), (to_client, from_client) = ends
+    sides = [
+        (client.wrap_bio(to_client, from_client, server_hostname=host), from_client, to_server),
+        (server.wrap_bio(to_server, from_server, server_side=True), from_server, to_client),
+    ]
+    waiting = True
+    while waiting:
+        waiting = False
+        for side, out, other in sides:
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                waiting = True
+            except ssl.SSLError as error:
+                raise ConfigError(
+                    f"peers will not accept this store's TLS certificate for {host}: {error}",
+                    remedy="Use a certificate for the host that store.advertise (or store.tcp) names, signed by the "
+                    "authority in peers_ca, and not expired.",
+                ) from error
+            other.write(out.read())
 
 
 def _check_directory(directory: Path) -> None:

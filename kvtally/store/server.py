@@ -22,7 +22,7 @@ import signal
 import socket
 import ssl
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,9 +36,11 @@ from kvtally.store.admin import check_admin, start_admin
 from kvtally.store.arena import Arena, check_fits
 from kvtally.store.connections import HELLO_TIMEOUT_S, UNGREETED_LIMIT, Connection, Hub
 from kvtally.store.listen import (
+    Acceptor,
     UnixEndpoint,
     bind_tcp,
     check_socket_path,
+    refuse,
     send_greeting,
     start_listening,
     tls_context,
@@ -51,7 +53,6 @@ from kvtally.store.tiers.limited import LimitedTier
 from kvtally.wire.auth import NONCE_BYTES
 from kvtally.wire.frames import encode
 from kvtally.wire.limits import Limits
-from kvtally.wire.messages import Refused
 
 new_event_loop: Callable[[], asyncio.AbstractEventLoop]
 try:
@@ -65,8 +66,6 @@ logger = logging.getLogger("kvtally.store")
 
 DRAIN_TIMEOUT_S = 5.0  # for objects on their way to lower tiers, when the store stops
 _MOVER_STOP_TIMEOUT_S = 1.0
-_ACCEPT_PAUSE_S = 1.0  # after the process ran out of descriptors
-_ACCEPTS_PER_WAKE = 16
 _DESCRIPTORS = 16_384
 
 
@@ -232,50 +231,30 @@ class StoreServer:
                 logger.warning("tier %s was not closed in order: %s", tier.name, error)
 
 
-class Front(ABC):
-    """Accepts on one listening socket. A peer counts as a stranger from here on, even before TLS is negotiated."""
+class Front(Acceptor):
+    """Accepts clients. A peer counts as a stranger from here on, even before TLS is negotiated."""
 
     def __init__(
         self, hub: Hub, listener: socket.socket, hello_timeout_s: float, tls: ssl.SSLContext | None = None
     ) -> None:
+        super().__init__(listener)
         self._hub = hub
         self._hello_timeout_s = hello_timeout_s
         self._tls = tls
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.get_running_loop()
-        self._listener = listener
-        self._resume()
 
     async def close(self) -> None:
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
+        self.stop_accepting()
         for task in self._tasks:
             task.cancel()  # do not wait for a peer that does not finish its handshake
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _resume(self) -> None:
-        if self._listener.fileno() >= 0:
-            self._loop.add_reader(self._listener, self._accept)
-
-    def _accept(self) -> None:
-        for _ in range(_ACCEPTS_PER_WAKE):
-            try:
-                peer, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:  # no descriptors or memory left; the listener stays readable, so stop watching it
-                logger.error("cannot accept a connection: %s", error)
-                self._loop.remove_reader(self._listener)
-                self._loop.call_later(_ACCEPT_PAUSE_S, self._resume)
-                return
-            peer.setblocking(False)
-            try:
-                self._hand_over(peer, self._admit(peer))
-            except KVTallyError as error:
-                self._refuse(peer, error)
-            except OSError:  # it left, or there is no descriptor for its pipe
-                peer.close()
+    def _take(self, peer: socket.socket) -> None:
+        try:
+            self._hand_over(peer, self._admit(peer))
+        except KVTallyError as error:
+            self._refuse(peer, error)
 
     @abstractmethod
     def _admit(self, peer: socket.socket) -> Connection:
@@ -283,11 +262,7 @@ class Front(ABC):
 
     def _refuse(self, peer: socket.socket, error: KVTallyError) -> None:
         self._hub.ended[error.code] += 1
-        logger.info("connection refused: %s", error)
-        if self._tls is None:  # with TLS, nothing can be said before the handshake
-            with contextlib.suppress(OSError):
-                peer.send(encode(Refused(0, error.code, error.message, error.remedy)))
-        peer.close()
+        refuse(peer, error, has_tls=self._tls is not None)
 
     def _hand_over(self, peer: socket.socket, connection: Connection) -> None:
         """Hand the socket over to the loop."""

@@ -17,7 +17,7 @@ from kvtally.core.checksum import object_checksum
 from kvtally.core.keys import CHAIN_BYTES, ROOT_CHAIN, ObjectKey
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.errors import IntegrityError, TierError
-from kvtally.store.tiers.base import Boundary, Holding, ObjectRecord
+from kvtally.store.tiers.base import READERS, Boundary, Holding, ObjectRecord
 
 
 class Operation(StrEnum):
@@ -170,6 +170,7 @@ class MemoryTier:
 
     def __init__(self, capacity_bytes: int | None = None, *, name: str = "memory", enumerable: bool = True) -> None:
         self.name = name
+        self.readers = READERS
         self.capacity_bytes = capacity_bytes
         self.enumerable = enumerable
         self.objects: dict[ObjectKey, tuple[ObjectRecord, bytes]] = {}

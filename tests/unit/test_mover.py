@@ -17,7 +17,7 @@ from kvtally.core.space import Piece
 from kvtally.store.arena import Arena
 from kvtally.store.jobs import FindJob, Job, Outcome, ReadJob, RemoveJob, WriteJob
 from kvtally.store.mover import Batch, Mover
-from kvtally.store.tiers.base import Boundary, Holding, NoRoomError, ObjectRecord
+from kvtally.store.tiers.base import READERS, Boundary, Holding, NoRoomError, ObjectRecord
 from kvtally.testing.tiers import MemoryTier, sample_record
 from kvtally.wire.limits import MIB
 from tests.waiting import HANG_S, HOUR_S, eventually
@@ -30,6 +30,7 @@ class WatchedTier:
 
     name = "watched"
     capacity_bytes: int | None = None
+    readers = READERS
 
     def __init__(self) -> None:
         self.inner = MemoryTier()

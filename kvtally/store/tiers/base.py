@@ -1,7 +1,8 @@
-"""The contract of a lower tier: what sits below the arena. Disk today; Redis, S3 or Mooncake would be its siblings.
+"""The contracts of what sits below the arena: tiers, which keep objects, and the stores of other machines.
 
     arena slot ──write──▶ tier        write-behind, after an object was committed
     arena slot ◀──read─── tier        staging, before a hit is promised
+    arena slot ◀──pull─── peers       the same, from another store, which holds it under a lease
 
 A tier stores bytes under an `ObjectKey` and remembers each object's record. It decides nothing: which objects go down,
 come up or are evicted is the store's decision (chain-aware), and whether bytes that came up are the right ones is the
@@ -13,12 +14,17 @@ Threading: `write` and `remove` are called from one thread, in the order in whic
 being removed. All calls block and may take as long as the device takes; none is made from the event loop. `recover` is
 called once, before anything else.
 
+A `read` or `pull` must not return, nor raise, before nothing can write to its target any more: the target is arena
+space that belongs to the job until its outcome is known, and to some other object right after. Where a device or a
+library writes and cannot be stopped, the call waits until it has ended, however late that is.
+
 `tests/contract` runs one suite over every tier; a new tier is done when it passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
@@ -63,18 +69,56 @@ class Holding(NamedTuple):
     tails: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class PeerPlace:
+    """Where an object lies at another store: under which lease there, at which of its boundaries."""
+
+    address: str
+    lease: int
+    index: int
+
+
 class NoRoomError(TierError):
     """The tier has no room for an object. Removing others helps, unlike on a device that is full of other files."""
 
     default_code = "KV-601"
 
 
-class Tier(Protocol):
-    """See the module docstring for threading. Every failure is a `TierError` (code KV-6xx) or an `IntegrityError`."""
+READERS = 4  # while one thread waits for the device, another one verifies what has landed
+
+
+class Source(Protocol):
+    """What the mover reads from. Every failure is a `TierError` (code KV-6xx) or an `IntegrityError`."""
 
     name: str
     # Bytes this tier may hold; the store evicts to stay below. None: the tier bounds itself (a shared Redis, say).
     capacity_bytes: int | None
+    readers: int  # threads that read from it at once
+
+    def close(self) -> None:
+        """Flush and let go of every resource. Idempotent."""
+
+
+@runtime_checkable
+class PeerSource(Source, Protocol):
+    """The stores of other machines. `pull` may be called from several threads at once, and `close` while it runs."""
+
+    def pull(
+        self,
+        place: PeerPlace,
+        record: ObjectRecord,
+        target: Sequence[memoryview],
+        landed: Callable[[memoryview], None],
+    ) -> None:
+        """Fill `target` with the object's bytes, unverified, as `Tier.read` does.
+
+        Raises TierError KV-603 when the other store no longer holds it for us, KV-604 when that store is lost, KV-605
+        when it has no room for one more send.
+        """
+
+
+class Tier(Source, Protocol):
+    """See the module docstring for threading."""
 
     def recover(self) -> Iterator[ObjectRecord]:
         """Every object it knows it holds, in the order of their writing. A tier shared with others yields nothing."""
@@ -101,9 +145,6 @@ class Tier(Protocol):
 
     def find(self, keys: Sequence[ObjectKey]) -> list[ObjectRecord | None]:
         """What is held under each of these keys. For checks: the store knows what its own tiers hold."""
-
-    def close(self) -> None:
-        """Flush and let go of every resource. Idempotent."""
 
 
 @runtime_checkable

@@ -27,7 +27,7 @@ from kvtally.core.keys import ObjectKey
 from kvtally.core.namespace import canonical
 from kvtally.core.space import GRANULE_BYTES, Piece, rebuild
 from kvtally.errors import ConfigError, IntegrityError, TierError
-from kvtally.store.tiers.base import NoRoomError, ObjectRecord
+from kvtally.store.tiers.base import READERS, NoRoomError, ObjectRecord
 from kvtally.store.tiers.journal import (
     DELETE,
     NAMESPACE,
@@ -112,6 +112,7 @@ class DiskTier:
         # Kept for `recover`, which must not fail if opening did not, until it is called or something is written.
         self._as_opened: tuple[bytes, dict[bytes, bytes]] | None = (journal, self._held.objects)
         self.name = "disk"
+        self.readers = READERS
         space_bytes = self._held.space.capacity_bytes
         self.capacity_bytes: int | None = space_bytes - space_bytes // SPARE_PART // GRANULE_BYTES * GRANULE_BYTES
         self._device = device

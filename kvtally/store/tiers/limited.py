@@ -24,6 +24,7 @@ class LimitedTier:
         self._free_at_s = 0.0  # when the bytes granted so far have had their time
         self.name = tier.name
         self.capacity_bytes = tier.capacity_bytes
+        self.readers = tier.readers
 
     def read(self, record: ObjectRecord, target: Sequence[memoryview], landed: Callable[[memoryview], None]) -> None:
         def landed_in_time(part: memoryview) -> None:
