@@ -16,6 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TypeVar, cast
 
+from kvtally.config.units import is_loopback
 from kvtally.endpoint import Endpoint, Targets, check_owner
 from kvtally.errors import IncompatibleError, KVTallyError, TransportError
 from kvtally.wire.auth import store_proof
@@ -26,6 +27,7 @@ from kvtally.wire.messages import Greeting, Hello, Refused, Reply, Welcome
 RESOLVE_SHARE = 0.25  # of the time for connecting: what looking up the name may take
 # A connection whose other end is silent is over after this long, whatever the network does.
 USER_TIMEOUT_MS = 5_000
+IP_BIND_ADDRESS_NO_PORT = 24  # missing from the socket module; see ip(7)
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 3, 1, 2
 
 
@@ -125,6 +127,16 @@ def check_proof(endpoint: Endpoint, hello: Hello, welcome: Welcome) -> None:
         )
 
 
+def prepare(connection: socket.socket, source: str, target: tuple[object, ...]) -> None:
+    """Before a TCP connection to `target` is made: watch it, and let it come from `source` where that can work.
+
+    A store's list of peers names the addresses that peers listen on; theirs must be the ones they connect from."""
+    watch(connection)
+    if source and is_loopback(source) == is_loopback(str(target[0])) and (":" in source) == (":" in str(target[0])):
+        connection.setsockopt(socket.IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1)  # the port is chosen with the target
+        connection.bind((source, 0))
+
+
 def watch(connection: socket.socket) -> None:
     """Have the kernel send small messages at once, and end a TCP connection whose other end is gone without a word."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -178,11 +190,11 @@ async def _connect_to(
     connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     with contextlib.ExitStack() as stack:
         stack.callback(connection.close)
+        if isinstance(target, tuple):
+            prepare(connection, endpoint.source, target)
         await loop.sock_connect(connection, target)
         if family == socket.AF_UNIX:
             check_owner(connection, endpoint.address, remedy=owner_remedy)
-        else:
-            watch(connection)
         made = session()
         stack.callback(made.abort)  # if cancelled half-way, when the transport already holds the socket
         await loop.create_connection(

@@ -33,6 +33,7 @@ class Endpoint:
     tls: ssl.SSLContext | None = None
     host: str = ""  # empty: on this machine, by its socket's path
     port: int = 0
+    source: str = ""  # numeric address to connect from; empty: the system chooses one
 
     @property
     def shares_memory(self) -> bool:

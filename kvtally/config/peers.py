@@ -77,6 +77,14 @@ def parse_peer(text: str) -> _Network | str:
     return name
 
 
+def plain_host(host: str) -> str:
+    """A numeric address as it is usually written. A socket for both versions writes IPv4 ones as IPv6."""
+    try:
+        return str(_host(host))
+    except ValueError:
+        return host
+
+
 def is_wildcard(host: str) -> bool:
     """Whether it stands for every address of this machine: others cannot connect to it."""
     try:

@@ -3,11 +3,13 @@
     data_received ─▶ frames ─▶ Hub.received ─▶ Store.handle ─┐
     liveness pipe EOF ───────▶ Hub.writer_gone ──────────────┤
     mover ───────────────────▶ Hub.jobs_done ────────────────┼─▶ Hub.flush ─▶ outbox: one write per client
-    timer ───────────────────────────────────────────────────┘               jobs: to the mover; timer: re-armed
+    dialer ──────────────────▶ Hub.peer_said, peer_lost ─────┤               jobs: to the mover; timer: re-armed
+    bulk ────────────────────▶ Hub.pulled, sent ─────────────┤               questions to other stores: to the dialer
+    timer ───────────────────────────────────────────────────┘               sends to other stores: to bulk
 
 Owns what a peer must do before the store hears of it (a Hello in time, and over TCP the proof of the token), what ends
 a connection, and the turns that connections take. Decides nothing about objects. Neighbours: `server` (accepts
-sockets), `store` (left to right above).
+sockets), `dial` and `bulk` (other stores), `store` (left to right above).
 Threading: everything here runs in the event loop's thread; nothing polls.
 """
 
@@ -19,20 +21,23 @@ import logging
 import os
 import time
 from collections import Counter
-from typing import cast
+from typing import Protocol, cast
 
 import msgspec
 from msgspec import structs
 
 from kvtally.errors import CapacityError, IncompatibleError, KVTallyError, TransportError
 from kvtally.store.arena import Arena
+from kvtally.store.bulk import BulkListener, check_peer_hello, not_a_peer
+from kvtally.store.dial import Dialer
+from kvtally.store.jobs import Outcome, PeerLink, SendJob
 from kvtally.store.mover import Batch, Mover
 from kvtally.store.resets import ResetEnd
 from kvtally.store.store import Health, Store
-from kvtally.wire.auth import proof
+from kvtally.wire.auth import proof, store_proof
 from kvtally.wire.frames import encode, request_reader
 from kvtally.wire.limits import MIB, SECOND_NS, Limits
-from kvtally.wire.messages import Hello, Refused, Reply, Request, Stats, StatsGet, Welcome
+from kvtally.wire.messages import Greeting, Hello, Pull, Refused, Reply, Request, Stats, StatsGet, Welcome
 from kvtally.wire.stats import ServerStats, StoreStats
 
 logger = logging.getLogger("kvtally.store")
@@ -51,12 +56,25 @@ _TIMER_SLACK_S = 0.001  # loops round timers to milliseconds, and a timer that f
 class Hub:
     """Drives one `Store` for all its connections."""
 
-    def __init__(self, store: Store, mover: Mover, arena: Arena, limits: Limits, *, token: str = "") -> None:
+    def __init__(
+        self,
+        store: Store,
+        mover: Mover,
+        arena: Arena,
+        limits: Limits,
+        *,
+        token: str = "",
+        peer_hosts: PeerHosts | None = None,
+    ) -> None:
+        """`peer_hosts`: which other stores may come. None: no other store is a peer of this one."""
         self.store = store
         self.limits = limits
         self.ungreeted: dict[Connection, None] = {}  # strangers: no valid Hello yet; in the order of arrival
         self.ended: Counter[str] = Counter()  # connections that the store ended, by error code
         self.arena = arena
+        self.dialer: Dialer | None = None  # with peers, before the first flush
+        self.bulk: BulkListener | None = None
+        self._peer_hosts = peer_hosts
         self._mover = mover
         self._token = token
         self._connections: dict[int, Connection] = {}  # by session
@@ -74,6 +92,8 @@ class Hub:
             return
         if isinstance(request, StatsGet):
             connection.send(encode(Stats(request.id, msgspec.to_builtins(self.stats()))))
+        elif isinstance(request, Pull):
+            connection.refuse(_pull_here())
         else:
             self.store.handle(connection.session, request, now_ns)
         self.flush()
@@ -103,6 +123,35 @@ class Hub:
         for job, outcome in batch:
             self.store.job_done(job, outcome, now_ns)
         self.flush()
+
+    # ---- other stores
+
+    def peer_said(self, link: PeerLink, reply: Reply) -> None:
+        self.store.peer_said(link, reply, time.monotonic_ns())
+        self.flush()
+
+    def peer_lost(self, link: PeerLink, code: str) -> None:
+        self.store.peer_lost(link, code, time.monotonic_ns())
+        self.flush()
+
+    def may_come(self, host: str) -> bool:
+        return self._peer_hosts is not None and self._peer_hosts.may_come(host)
+
+    def greet_bulk(self, nonce: bytes) -> Greeting:
+        return self.store.greeting(nonce=nonce)
+
+    def pulled(self, connection: int, pull: Pull) -> None:
+        self.store.pull(connection, pull, time.monotonic_ns())
+        self.flush()
+
+    def sent(self, job: SendJob, outcome: Outcome) -> None:
+        self.store.sent(job, outcome, time.monotonic_ns())
+        self.flush()
+
+    def bulk_ended(self, code: str) -> None:
+        self.ended[code] += 1
+
+    # ---- tools
 
     async def reset(self, digest: bytes) -> ResetEnd:
         ended: asyncio.Future[ResetEnd] = self._loop.create_future()
@@ -157,19 +206,33 @@ class Hub:
         jobs = self.store.take_jobs()
         if jobs:
             self._mover.submit(jobs)
+        if self.dialer is not None:
+            for link, request in self.store.take_peer_messages():
+                self.dialer.send(link, request)
+        if self.bulk is not None:
+            for job in self.store.take_sends():
+                self.bulk.deliver(job)
         if deadline_ns is not None and (self._timer is None or deadline_ns < self._timer_ns):
             self._arm(deadline_ns, now_ns)
 
     def _send(self, outbox: list[tuple[int, Reply]]) -> None:
         frames: dict[int, list[bytes]] = {}
         for session, reply in outbox:
-            frames.setdefault(session, []).append(encode(reply))
             if isinstance(reply, Welcome) and session in self._connections:
-                self._connections[session].welcome()
+                reply = self._welcome(self._connections[session], reply)
+            frames.setdefault(session, []).append(encode(reply))
         for session, parts in frames.items():
             connection = self._connections.get(session)
             if connection is not None:
                 connection.send(b"".join(parts))
+
+    def _welcome(self, connection: Connection, welcome: Welcome) -> Welcome:
+        """To a peer, it also proves that this store knows the token, and says where bytes are."""
+        connection.welcome()
+        if not connection.peer_nonce or self.bulk is None:
+            return welcome
+        answer = store_proof(self._token, connection.peer_nonce)
+        return structs.replace(welcome, proof=answer, bulk_port=self.bulk.port)
 
     def _arm(self, deadline_ns: int, now_ns: int) -> None:
         """Set the timer, only ever to an earlier time. A deadline that moves back costs one idle wake-up."""
@@ -192,13 +255,34 @@ class Hub:
             connection.refuse(_wrong_token())
             return
         try:
-            connection.session = self.store.connect(shared_memory=connection.has_arena, now_ns=now_ns)
-        except CapacityError as error:
+            if request.peer:
+                self._check_peer(connection, request)
+            connection.session = self.store.connect(
+                shared_memory=connection.has_arena, now_ns=now_ns, is_peer=request.peer
+            )
+        except KVTallyError as error:
             connection.refuse(error)
             return
         self.ungreeted.pop(connection, None)
         self._connections[connection.session] = connection
         connection.admitted()
+
+    def _check_peer(self, connection: Connection, hello: Hello) -> None:
+        """Raise KVTallyError unless another store says hello from a host of the list, over TCP."""
+        if self._peer_hosts is None or not connection.nonce:
+            raise IncompatibleError(
+                "this store shares nothing with other stores",
+                remedy="Name the others in its store.peers, and connect to its TCP port.",
+                code="KV-210",
+            )
+        if not self.may_come(connection.host):
+            raise not_a_peer(connection.host)
+        check_peer_hello(hello, connection.nonce, self._token)
+        connection.peer_nonce = hello.nonce
+
+
+class PeerHosts(Protocol):
+    def may_come(self, host: str) -> bool: ...
 
 
 class Connection(asyncio.Protocol):
@@ -210,6 +294,7 @@ class Connection(asyncio.Protocol):
         self.session: int | None = None  # set by the hub after a valid Hello
         self.has_arena = has_arena  # may have the arena mapped: came over the unix socket and holds its liveness pipe
         self.nonce = nonce  # to be answered with the token's proof; empty if the kernel vouched for the user
+        self.peer_nonce = b""  # of another store: to be answered with our own proof
         self.is_ended = False
         self._has_more = False  # requests may wait for the next turn; nothing more is read until they are done
         self._is_next = False  # the next turn is lined up
@@ -227,6 +312,11 @@ class Connection(asyncio.Protocol):
         self._deadline = asyncio.get_running_loop().call_later(self._hello_timeout_s, self._hello_overdue)
         if self.nonce:  # on the unix socket, the greeting was sent before the loop had it
             self._transport.write(encode(self._hub.store.greeting(nonce=self.nonce)))
+
+    @property
+    def host(self) -> str:
+        """Where a TCP peer connects from, as a number."""
+        return str((self._transport.get_extra_info("peername") or ("",))[0])
 
     def data_received(self, data: bytes) -> None:
         if self.is_ended:
@@ -356,6 +446,14 @@ def _not_hello(request: Request) -> TransportError:
     return TransportError(
         f"the first message was {type(request).__name__}, not Hello",
         remedy="Answer the store's greeting with Hello.",
+        code="KV-503",
+    )
+
+
+def _pull_here() -> TransportError:
+    return TransportError(
+        "bytes are not pulled on a control connection",
+        remedy="Pull on a connection to the port that Welcome names.",
         code="KV-503",
     )
 

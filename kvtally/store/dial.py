@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvtally.config.peers import SCHEME, PeerList
+from kvtally.config.peers import SCHEME, PeerList, plain_host
 from kvtally.config.units import LAST_PORT, split_address
 from kvtally.dialling import Session, dial, resolve
 from kvtally.endpoint import Endpoint, answer_greeting
@@ -56,16 +56,19 @@ class Dialer:
         describe: Callable[[bytes], bytes],
         said: Callable[[PeerLink, Reply], None],
         lost: Callable[[PeerLink, str], None],
+        source: str = "",
         tls: ssl.SSLContext | None = None,
         bulk_tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`store` and `address` are this store's own; `describe` gives the canonical description of a namespace."""
+        """`store` and `address` are this store's own, and `source` is where its connections come from; `describe` gives
+        the canonical description of a namespace."""
         self.store = store
         self.client = f"store at {address}"
         self.describe = describe
         self.said = said
         self._lost = lost
         self._token = token
+        self._source = source
         self._tls = tls
         self._bulk_tls = bulk_tls
         self._links: dict[PeerLink, _Link] = {}  # the one opened last comes last
@@ -138,7 +141,15 @@ class Dialer:
             host, port = split_address(address.removeprefix(SCHEME))
         except ValueError as error:  # the store asks none such
             raise TransportError(f"{address!r}: {error}", remedy="Name tcp://host:port.", code="KV-500") from error
-        return Endpoint(address=address, targets=(), token=self._token, tls=self._tls, host=host, port=port)
+        return Endpoint(
+            address=address,
+            targets=(),
+            token=self._token,
+            tls=self._tls,
+            host=host,
+            port=port,
+            source=self._source,
+        )
 
     def _welcomed(self, link: _Link, endpoint: Endpoint, session: _Session) -> None:
         """The link stands, and says where the other store's bytes are."""
@@ -270,7 +281,7 @@ class PeerNames:
 
     def may_come(self, host: str) -> bool:
         """Whether the peer of a connection, by its numeric address, is one of them."""
-        return self._peers.has(host) or any(host in hosts for hosts in self._behind.values())
+        return self._peers.has(host) or any(plain_host(host) in hosts for hosts in self._behind.values())
 
     async def run(self) -> None:
         """Look the names up, until cancelled."""
@@ -288,7 +299,7 @@ class PeerNames:
         except OSError as error:  # a TimeoutError is one
             logger.info("the peer %s cannot be looked up now: %s", name, error)
             return
-        self._behind[name] = frozenset(str(target[0]) for _, target in targets)
+        self._behind[name] = frozenset(plain_host(str(target[0])) for _, target in targets)
 
 
 def _explain(error: KVTallyError | OSError, *, is_standing: bool) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """The daemon: everything a running store consists of, started in order and stopped in the reverse one.
 
-    lock the socket ▸ bind TCP and admin ▸ arena (pre-faulted in the background) ▸ tiers, recovered ▸ mover ▸ listen
+    lock the socket ▸ bind TCP, bulk, admin ▸ arena (pre-faulted in the background) ▸ tiers, recovered ▸ mover ▸ listen
 
 What can be refused is refused before anything is touched, and nobody can connect before the lower tiers are recovered.
 Owns start, stop, accepting and the process's own settings (signals, garbage collector, descriptors). `connections`
@@ -29,17 +29,23 @@ from pathlib import Path
 
 from kvtally import __version__
 from kvtally.config import StoreConfig, check_network
-from kvtally.config.units import human_size
+from kvtally.config.peers import SCHEME, PeerList, is_wildcard
+from kvtally.config.units import human_size, split_address
+from kvtally.dialling import watch
 from kvtally.errors import CapacityError, ConfigError, IncompatibleError, IntegrityError, KVTallyError, TierError
 from kvtally.shm import peer_uid
 from kvtally.store.admin import check_admin, start_admin
 from kvtally.store.arena import Arena, check_fits
+from kvtally.store.bulk import BulkListener
 from kvtally.store.connections import HELLO_TIMEOUT_S, UNGREETED_LIMIT, Connection, Hub
+from kvtally.store.dial import Dialer, PeerNames
 from kvtally.store.listen import (
     Acceptor,
     UnixEndpoint,
     bind_tcp,
+    check_certificate,
     check_socket_path,
+    peers_context,
     refuse,
     send_greeting,
     start_listening,
@@ -47,9 +53,11 @@ from kvtally.store.listen import (
 )
 from kvtally.store.mover import Batch, Mover
 from kvtally.store.store import Store, TierInfo
-from kvtally.store.tiers.base import Tier
+from kvtally.store.tier_state import TierKind
+from kvtally.store.tiers.base import PeerSource, Tier
 from kvtally.store.tiers.files import open_disk
 from kvtally.store.tiers.limited import LimitedTier
+from kvtally.store.tiers.peer import PeerTier
 from kvtally.wire.auth import NONCE_BYTES
 from kvtally.wire.frames import encode
 from kvtally.wire.limits import Limits
@@ -126,7 +134,9 @@ class StoreServer:
         self.failure: ConfigError | None = None  # why it stopped by itself
         self.hub: Hub
         self.arena: Arena
+        self.address = ""  # by which peers reach it
         self.tcp_port = 0  # the port that was bound: a configured port of 0 takes any free one
+        self.bulk_port = 0
         self.admin_port = 0
         self._open_tiers = open_tiers
         self._allowed_uids = allowed_uids or frozenset({os.geteuid(), 0})
@@ -149,12 +159,20 @@ class StoreServer:
         endpoint = UnixEndpoint(config.socket)
         stack.callback(endpoint.close)
         tcp = self._bind(stack, config.tcp, "tcp")
+        bulk = self._bind(stack, config.bulk, "bulk")
         admin = self._bind(stack, config.admin, "admin")
         started_ns = time.monotonic_ns()
+        name = secrets.token_hex(8)
+        if bulk is not None and tcp is not None:
+            self.address = _advertised(config.advertise, tcp)
+        peers = PeerList(config.peers, own=self.address)
 
         self.arena = Arena(config.memory_bytes)
         stack.callback(self.arena.close)
-        tiers = self._open_tiers(config)  # the last stage that may refuse: memory is taken only after it
+        dialer = self._dialer(name, tcp) if peers and tcp is not None else None
+        tiers: list[Tier | PeerSource] = [*self._open_tiers(config)]  # the last that may refuse: memory comes after it
+        if dialer is not None:
+            tiers.append(PeerTier(dialer.bulk_endpoint))
         self.arena.populate(lambda failure: loop.call_soon_threadsafe(self._populated, started_ns, failure))
         huge_pages = "huge pages" if self.arena.huge_pages else "4 KiB pages"
         logger.info("arena of %s, %s, pre-faulting in the background", human_size(self.arena.size_bytes), huge_pages)
@@ -162,23 +180,30 @@ class StoreServer:
         mover = Mover(tiers, self.arena)
         stack.push_async_callback(self._stop_tiers, mover, tiers)
         store = Store(
-            name=secrets.token_hex(8),
+            name=name,
             version=__version__,
             arena_bytes=self.arena.size_bytes,
             limits=self.limits,
-            tiers=[TierInfo(name=tier.name, capacity_bytes=tier.capacity_bytes) for tier in tiers],
+            tiers=[_info(tier) for tier in tiers],
+            address=self.address,
+            may_ask=peers.may_ask,
             verify_reads=config.verify_reads,
             started_ns=started_ns,
         )
         _recover(store, tiers)
         store.probe(time.monotonic_ns())
 
-        self.hub = Hub(store, mover, self.arena, self.limits, token=config.token)
+        hosts = PeerNames(peers) if peers else None
+        self.hub = Hub(store, mover, self.arena, self.limits, token=config.token, peer_hosts=hosts)
+        self.hub.dialer = dialer
         written = asyncio.Event()
         mover.start(post=loop.call_soon_threadsafe, deliver=lambda batch: self._jobs_done(mover, written, batch))
         stack.push_async_callback(_finish_writes, mover, written)
         self.hub.flush()
         stack.push_async_callback(self.hub.close)
+        if dialer is not None and hosts is not None and bulk is not None:
+            stack.push_async_callback(dialer.close)
+            await self._listen_bulk(stack, hosts, bulk)
         if admin is not None:
             start_listening(admin, "admin")
             self.admin_port = admin.getsockname()[1]
@@ -205,6 +230,39 @@ class StoreServer:
         self.tcp_port = listener.getsockname()[1]
         logger.info("serving on TCP port %s, %s", self.tcp_port, "TLS" if tls is not None else "without TLS")
 
+    def _dialer(self, name: str, tcp: socket.socket) -> Dialer:
+        """What it hears goes to the hub, which does not exist yet."""
+        config, tls = self.config, peers_context(self.config.peers_ca)
+        host = tcp.getsockname()[0]
+        return Dialer(
+            store=name,
+            address=self.address,
+            token=config.token,
+            source="" if is_wildcard(host) else host,
+            describe=lambda digest: self.hub.store.description(digest),
+            said=lambda link, reply: self.hub.peer_said(link, reply),
+            lost=lambda link, code: self.hub.peer_lost(link, code),
+            tls=tls,
+            bulk_tls=tls if config.bulk_tls else None,
+        )
+
+    async def _listen_bulk(self, stack: contextlib.AsyncExitStack, hosts: PeerNames, listener: socket.socket) -> None:
+        """Serve bytes to peers, once it is known who they are."""
+        config = self.config
+        await hosts.look_up()
+        task = asyncio.create_task(hosts.run())
+        stack.callback(task.cancel)
+        tls = tls_context(config.tls_cert, config.tls_key) if config.bulk_tls else None
+        if tls is not None:
+            tls.num_tickets = (
+                0  # pullers keep their connections, and what they have not asked for would look like an end
+            )
+        start_listening(listener, "bulk")
+        self.hub.bulk = BulkListener(self.hub, listener, self.arena, token=config.token, tls=tls)
+        stack.push_async_callback(self.hub.bulk.close)
+        self.bulk_port = self.hub.bulk.port
+        logger.info("peers reach this store at %s, and its bytes on port %s", self.address, self.bulk_port)
+
     def _populated(self, started_ns: int, failure: ConfigError | None) -> None:
         if failure is None:
             seconds = (time.monotonic_ns() - started_ns) / 1e9
@@ -220,7 +278,10 @@ class StoreServer:
         if mover.unwritten == 0:
             written.set()
 
-    async def _stop_tiers(self, mover: Mover, tiers: Sequence[Tier]) -> None:
+    async def _stop_tiers(self, mover: Mover, tiers: Sequence[Tier | PeerSource]) -> None:
+        for tier in tiers:
+            if isinstance(tier, PeerSource):
+                tier.close()  # ends what is being pulled
         if not await asyncio.to_thread(mover.stop, _MOVER_STOP_TIMEOUT_S):
             logger.warning("a tier does not return from the device; leaving without closing it (it is restart-safe)")
             return
@@ -294,6 +355,7 @@ class TcpFront(Front):
     """Accepts everybody on the TCP port, and asks for the token's proof."""
 
     def _admit(self, peer: socket.socket) -> Connection:
+        watch(peer)
         nonce = secrets.token_bytes(NONCE_BYTES)
         connection = Connection(self._hub, has_arena=False, nonce=nonce, hello_timeout_s=self._hello_timeout_s)
         self._hub.expect_hello(connection)
@@ -358,12 +420,31 @@ def check(config: StoreConfig) -> None:
     check_socket_path(config.socket)
     check_fits(config.memory_bytes)
     check_network(config)
-    tls_context(config.tls_cert, config.tls_key)
+    server, client = tls_context(config.tls_cert, config.tls_key), peers_context(config.peers_ca)
+    if server is not None and client is not None:
+        check_certificate(server, client, split_address(config.advertise).host)
+    if config.peers and config.transport != "tcp":
+        raise ConfigError(
+            f"store.transport = {config.transport} is not available here", remedy="Use tcp, which is the default."
+        )
     check_admin(config.admin)
 
 
-def _recover(store: Store, tiers: Sequence[Tier]) -> None:
+def _advertised(address: str, tcp: socket.socket) -> str:
+    """The address of peers' connections. A port of 0 stands for the one that was bound."""
+    host, _, port = address.rpartition(":")
+    return f"{SCHEME}{host}:{int(port) or tcp.getsockname()[1]}"
+
+
+def _info(tier: Tier | PeerSource) -> TierInfo:
+    kind = TierKind.PEERS if isinstance(tier, PeerSource) else TierKind.OWNED
+    return TierInfo(name=tier.name, capacity_bytes=tier.capacity_bytes, kind=kind)
+
+
+def _recover(store: Store, tiers: Sequence[Tier | PeerSource]) -> None:
     for number, tier in enumerate(tiers, 1):  # the store numbers the arena 0
+        if isinstance(tier, PeerSource):
+            continue  # what others hold is theirs
         begun = time.monotonic()
         objects = 0
         try:

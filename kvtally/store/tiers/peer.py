@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from kvtally.dialling import check_proof, watch
+from kvtally.dialling import check_proof, prepare
 from kvtally.endpoint import Endpoint, answer_greeting
 from kvtally.errors import IncompatibleError, TierError, TransportError
 from kvtally.store.stream import PART_BYTES, Stream, parts_of
@@ -180,8 +180,9 @@ class _Connection:
         connection = socket.socket(family, socket.SOCK_STREAM)
         try:
             connection.settimeout(CONNECT_S)
+            if isinstance(target, tuple):
+                prepare(connection, endpoint.source, target)
             connection.connect(target)
-            watch(connection)
             if endpoint.tls is not None:
                 connection = endpoint.tls.wrap_socket(connection, server_hostname=endpoint.host)
             self.stream = Stream(connection)
