@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,9 @@ from hypothesis import HealthCheck, settings
 
 from kvtally.client import StoreClient, link
 from kvtally.router import app, intake, receipts, upstream
+from kvtally.store import bulk, dial
 from kvtally.store.server import StoreServer
+from kvtally.store.tiers import peer
 from tests.unit.shell import Bench
 from tests.waiting import HANG_S, Clock
 
@@ -40,6 +44,28 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream, "CONNECT_S", HANG_S)
     monkeypatch.setattr(app, "FIRST_TRY_S", HANG_S)
     monkeypatch.setattr(intake, "BODY_S", HANG_S)
+    monkeypatch.setattr(dial, "HANDSHAKE_S", HANG_S)
+    for module, names in (
+        (bulk, ("HELLO_S", "IDLE_S", "STALL_S", "JOB_S", "JOIN_S")),
+        (peer, ("CONNECT_S", "STALL_S")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, HANG_S)
+
+
+@pytest.fixture(scope="session")
+def tls_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A certificate for this machine's addresses, which is its own authority, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command")
+    directory = tmp_path_factory.mktemp("tls")
+    cert, key = str(directory / "cert.pem"), str(directory / "key.pem")
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1,IP:127.0.0.2,IP:127.0.0.3"]
+    subprocess.run(
+        [*command.split(), *names, "-keyout", key, "-out", cert], check=True, capture_output=True, timeout=HANG_S
+    )
+    return cert, key
 
 
 @pytest.fixture
