@@ -301,7 +301,7 @@ def disk_arm(seconds: Sequence[float], halves: Sequence[Half], limits_gbps: Sequ
     limit_gbps = statistics.median(limits_gbps)
     return DiskArm(
         repeat_s=repeat_s,
-        cached_tokens=seen.tokens_disk + seen.tokens_host + seen.tokens_gpu,
+        cached_tokens=int(statistics.median([half.reused_tokens for half in halves])),
         moved_bytes=seen.moved_bytes,
         gbps=gbps,
         staged_gbps=staged_gbps,

@@ -177,7 +177,7 @@ class Experiment:
             load_at_start=self._load_at_start,
             fills=self._fills,
             prompt_tokens=self._served.prompt_tokens,
-            reused_tokens=arena.tokens_host + arena.tokens_disk + arena.tokens_gpu,
+            reused_tokens=int(median([half.reused_tokens for half in self._halves["repeat_arena"]])),
             gpu_hit_tokens=min(self._hit_tokens),
             outputs_equal=found.is_equal,
             logprob_difference=found.difference,

@@ -29,7 +29,7 @@ from kvtally.cli.demos import Step, is_proved, parser, print_json
 from kvtally.cli.render import read_stats
 from kvtally.client import Miss
 from kvtally.core.geometry import runs
-from kvtally.core.receipts import Role, Verdict
+from kvtally.core.receipts import Loaded, Role, Verdict
 from kvtally.errors import TierError
 from kvtally.processes import Child, Worker, serve, workplace
 from kvtally.shm import address_of
@@ -195,11 +195,11 @@ def _damage_memory(stage: Stage, prompts: Prompts, engine: Engine) -> Iterator[R
 
 
 def _row(step: str, prompts: Prompts, asked: Sequence[Tokens], answers: Sequence[Answer]) -> Row:
-    reused, from_disk = sum(a.reused_tokens for a in answers), sum(a.disk_tokens for a in answers)
-    places = [place for place, tokens in (("memory", reused - from_disk), ("disk", from_disk)) if tokens]
+    sources = Loaded(*(sum(counts) for counts in zip(*(answer.sources for answer in answers), strict=True)))
+    places = ["memory" if place == "host" else place for place, tokens in sources._asdict().items() if tokens]
     return Row(
         step=step,
-        reused_tokens=reused,
+        reused_tokens=sum(answer.reused_tokens for answer in answers),
         computed_tokens=sum(a.computed_tokens for a in answers),
         source=", ".join(places),
         output_equal=prompts.are_equal(asked, answers),

@@ -16,6 +16,7 @@ import msgspec
 
 from kvtally.client.link import Miss, Session
 from kvtally.core.keys import CHAIN_BYTES, ObjectKey, checksum_seed
+from kvtally.core.receipts import Loaded
 from kvtally.wire.messages import (
     Found,
     Lookup,
@@ -82,6 +83,14 @@ class Lease:
         if self.outcome is None or (not self.outcome.reason and self.outcome.end_tokens <= self.found.end_tokens):
             return self.found.reason  # all that was found was staged
         return self.outcome.reason
+
+    @property
+    def sources(self) -> Loaded:
+        """Where the store had the tokens that may be promised."""
+        staged = self.outcome
+        if staged is None:
+            return Loaded(host=self.end_tokens)
+        return Loaded(0, staged.disk_tokens, staged.peer_tokens, staged.pool_tokens).last(self.end_tokens)
 
     def share(self) -> SharedLease:
         return SharedLease(self.session.store, self.id, self.chains, self.expires_ns, self.found.slots)

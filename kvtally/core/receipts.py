@@ -8,13 +8,37 @@ argument.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
-# Where reused tokens come from. `remote` is another system's cache, which does not say more.
-PLACES = ("gpu", "host", "disk", "peer", "pool", "remote")
+
+class Loaded(NamedTuple):
+    """Tokens that an engine loads from its store, by where the store had them."""
+
+    host: int = 0  # in its memory
+    disk: int = 0
+    peer: int = 0  # in another store
+    pool: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(self)
+
+    def last(self, tokens: int) -> Loaded:
+        """The part of it that is the last `tokens` of the prompt. Nobody knows which token came from where: what had to
+        be fetched counts before what was in memory, and what came from further away first."""
+        pool = min(self.pool, tokens)
+        peer = min(self.peer, tokens - pool)
+        disk = min(self.disk, tokens - pool - peer)
+        return Loaded(tokens - pool - peer - disk, disk, peer, pool)
+
+
+NOTHING = Loaded()
+
+# Where reused tokens come from. `gpu` is the engine's own cache. `remote` is another system's, which does not say more.
+PLACES = ("gpu", *Loaded._fields, "remote")
 
 
 class Role(StrEnum):
@@ -72,7 +96,12 @@ class Half(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def sources(self) -> dict[str, int]:
         """Reused tokens by place; places without any are left out."""
-        return sources_of(self._counts)
+        return {place: tokens for place, tokens in zip(PLACES, self._counts, strict=True) if tokens}
+
+    @property
+    def loaded_tokens(self) -> int:
+        """Reused tokens that were not in the engine's own cache."""
+        return self.reused_tokens - self.tokens_gpu
 
     @property
     def _counts(self) -> tuple[int, ...]:
@@ -85,11 +114,6 @@ class Half(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             self.tokens_pool,
             self.tokens_remote,
         )
-
-
-def sources_of(counts: Sequence[int]) -> dict[str, int]:
-    """Counts of tokens, one for each of `PLACES`, by place."""
-    return {place: tokens for place, tokens in zip(PLACES, counts, strict=True) if tokens}
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,8 +131,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             return Verdict.RECOMPUTED
         if self.prefill is None or self.prefill.saved_tokens == 0:
             return Verdict.LOCAL
-        moved = self.decode.reused_tokens - self.decode.tokens_gpu
-        if self.decode.reused_tokens >= self.prefill.saved_tokens and (self.decode.verified or moved == 0):
+        is_right = self.decode.verified or not self.decode.loaded_tokens
+        if self.decode.reused_tokens >= self.prefill.saved_tokens and is_right:
             return Verdict.PROVED
         return Verdict.SHORT
 

@@ -37,7 +37,7 @@ from kvtally.core.geometry import (
 )
 from kvtally.core.keys import ROOT_CHAIN, chain_values, chunk_ends, token_bytes
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace, chunk_tokens
-from kvtally.core.receipts import Half, Role
+from kvtally.core.receipts import NOTHING, Half, Loaded, Role
 from kvtally.testing.copying import CopyingClient
 from kvtally.wire.messages import Lookup, MissReason, PutObject, PutStatus
 
@@ -72,7 +72,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     reused_tokens: int
     computed_tokens: int
-    disk_tokens: int = 0  # how many of the reused ones came from a lower tier
+    sources: Loaded = NOTHING  # where the store had the reused ones
     saved_objects: int = 0
     reason: str = ""  # why no more was reused: a MissReason, or empty
 
@@ -80,7 +80,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(frozen=True, slots=True)
 class Restored:
     tokens: int = 0
-    disk_tokens: int = 0
+    sources: Loaded = NOTHING
     moved_bytes: int = 0
     reason: str = ""
 
@@ -146,7 +146,7 @@ class SyntheticEngine:
             prompt_tokens=len(tokens),
             reused_tokens=request.restored.tokens,
             computed_tokens=len(tokens) - request.restored.tokens,
-            disk_tokens=request.restored.disk_tokens,
+            sources=request.restored.sources,
             saved_objects=saved,
             reason=request.restored.reason,
         )
@@ -248,8 +248,7 @@ class SyntheticEngine:
                 return Restored(reason=outcome.reason)
             moved_bytes += outcome
         request.computed = lease.end_tokens
-        disk_tokens = lease.outcome.disk_tokens if lease.outcome is not None else 0
-        return Restored(request.computed, disk_tokens, moved_bytes, reason)
+        return Restored(request.computed, lease.sources, moved_bytes, reason)
 
     def _load(self, request: Request, client: CopyingClient, slot: ReadSlot, hit_tokens: int) -> int | Miss:
         group, spec = slot.key.group, GROUPS[slot.key.group]
@@ -305,8 +304,10 @@ class SyntheticEngine:
             prompt_tokens=len(request.tokens),
             saved_tokens=request.ends[-1],
             chain=request.chains[-1],
-            tokens_host=restored.tokens - restored.disk_tokens,
-            tokens_disk=restored.disk_tokens,
+            tokens_host=restored.sources.host,
+            tokens_disk=restored.sources.disk,
+            tokens_peer=restored.sources.peer,
+            tokens_pool=restored.sources.pool,
             computed_tokens=len(request.tokens) - restored.tokens,
             moved_bytes=restored.moved_bytes,
             verified=self._verify,

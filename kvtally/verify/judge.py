@@ -321,5 +321,7 @@ _PLACES = {
     "gpu": "the engine's own cache",
     "host": "the store's memory",
     "disk": "the store's disk",
-    "remote": "a remote store",
+    "peer": "another machine's store",
+    "pool": "the shared pool",
+    "remote": "another system's cache",
 }

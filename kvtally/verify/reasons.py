@@ -64,6 +64,14 @@ REASONS: dict[str, Explained] = {
         "Run both as the same user and version; the engine's log has the store's message.",
     ),
     MissReason.FOREIGN_STORE: Explained("prefill and decode use different stores", _SAME_STORE),
+    MissReason.UNASKED: Explained(
+        "nobody knows whether it was there: a pool or another store that may have it could not be asked",
+        "See the tiers' states in `kvtally stat`; the store's log says why it could not ask.",
+    ),
+    MissReason.PEER_LOST: Explained(
+        "the other machine's store could not be reached, or went away while its bytes were read",
+        "See whether that store runs, and whether this one reaches its port with the same token.",
+    ),
     MissReason.FOREIGN_NAMESPACE: Explained(
         "prefill and decode differ in model, revision, dtype or KV layout, so their bytes are not interchangeable",
         "Start both with the same model and arguments; each engine's log names its namespace.",

@@ -18,7 +18,7 @@ import msgspec
 
 from kvtally.core.answers import TOLERANCE, compare
 from kvtally.core.namespace import chunk_tokens
-from kvtally.core.receipts import Verdict, sources_of
+from kvtally.core.receipts import PLACES, Verdict
 from kvtally.errors import KVTallyError, TransportError
 from kvtally.verify.http import Response, Server
 from kvtally.verify.judge import (
@@ -221,14 +221,15 @@ class _Run:
         if told.verdict != Verdict.MISSING or kept.decode is None:
             return told
         verdict, _, reason = kept.verdict.partition(":")
-        sources = kept.decode.sources
+        counts = {place: _count(kept.decode, f"tokens_{place}") for place in PLACES}
+        sources = {place: tokens for place, tokens in counts.items() if tokens}
         return msgspec.structs.replace(
             told,
             verdict=verdict,
             reason=reason,
             is_late=True,
             reused_tokens=sum(sources.values()),
-            computed_tokens=kept.decode.computed_tokens,
+            computed_tokens=_count(kept.decode, "computed_tokens"),
             sources=sources,
         )
 
@@ -281,24 +282,17 @@ class _Saved(msgspec.Struct):
     saved_tokens: int = 0
 
 
-class _Loaded(msgspec.Struct):
-    tokens_gpu: int = 0
-    tokens_host: int = 0
-    tokens_disk: int = 0
-    tokens_remote: int = 0
-    computed_tokens: int = 0
-
-    @property
-    def sources(self) -> dict[str, int]:
-        return sources_of((self.tokens_gpu, self.tokens_host, self.tokens_disk, self.tokens_remote))
-
-
 class _Kept(msgspec.Struct):
     """The part of /receipts/{id} that is read: the halves."""
 
     verdict: str
     prefill: _Saved | None = None
-    decode: _Loaded | None = None
+    decode: dict[str, object] | None = None  # the fields of a `Half`
+
+
+def _count(half: dict[str, object], name: str) -> int:
+    count = half.get(name, 0)
+    return count if isinstance(count, int) else 0
 
 
 def _delta(before: Counted, now: Counted) -> Counted:

@@ -70,6 +70,14 @@ RESET_S = 5.0  # how long a reset of the cache may stop the engine
 # from the thread that does them. In each of those steps it waits for that thread, for at most this long.
 IDLE_WAIT_S = 0.005
 
+# What vLLM calls the places that a store loads from. For a pool it has no name.
+HIT_SOURCES = {
+    "host": CacheHitSource.HOST,
+    "disk": CacheHitSource.DISK,
+    "peer": CacheHitSource.P2P,
+    "pool": CacheHitSource.EXTERNAL_UNSPECIFIED,
+}
+
 # The worker halves of this process, by the id of their engine.
 workers: WeakValueDictionary[str, WorkerHalf] = WeakValueDictionary()
 
@@ -241,8 +249,8 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         if self._scheduler is None or num_external_tokens == 0:
             return {}
-        host, disk = self._scheduler.host_and_disk(request.request_id)
-        return {source: n for source, n in ((CacheHitSource.HOST, host), (CacheHitSource.DISK, disk)) if n}
+        counts = self._scheduler.loading(request.request_id)._asdict()
+        return {HIT_SOURCES[place]: tokens for place, tokens in counts.items() if tokens}
 
     @edge(StepJobs)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

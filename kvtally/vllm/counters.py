@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from kvtally.core.receipts import Loaded
 from kvtally.wire.messages import MissReason
 
 MIB = 1 << 20
@@ -32,7 +33,7 @@ class Duration(NamedTuple):
 
 LOOKUPS = Count("lookups", "Prompts that the store was asked about.", "outcome", ("hit", "miss"))
 TOKENS = Count(
-    "tokens", "Prompt tokens that were loaded and used, by where they were found.", "source", ("host", "disk")
+    "tokens", "Prompt tokens that were loaded and used, by where the store had them.", "source", Loaded._fields
 )
 BYTES = Count("bytes", "Bytes copied between engine and store.", "direction", ("load", "save"))
 MISSES = Count(

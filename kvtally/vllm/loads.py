@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvtally.core.namespace import GroupKind
+from kvtally.core.receipts import NOTHING
 from kvtally.vllm.counters import MISSES, TOKENS
 from kvtally.vllm.layout import EngineLayout
 from kvtally.vllm.lookup_policy import LookupPolicy
@@ -138,16 +139,15 @@ class Loads:
         have = answer.end_tokens - external_tokens
         self._jobs.append(LoadJob(tracked.id, lease.share(), list(answer.ends), answer.end_tokens, have, tables))
         attempt.is_loading, attempt.is_counted = True, False
-        attempt.external_tokens = external_tokens
-        attempt.disk_tokens = min(external_tokens, answer.disk_tokens)
+        attempt.loaded = answer.sources.last(external_tokens)
 
     def _count(self, attempt: Attempt) -> None:
         """The request goes on, and everything is there on all ranks: now the loaded tokens count as reused."""
         if attempt.is_counted:
             return
         attempt.is_counted = True
-        self._counters.count(TOKENS, "host", attempt.external_tokens - attempt.disk_tokens)
-        self._counters.count(TOKENS, "disk", attempt.disk_tokens)
+        for place, tokens in attempt.loaded._asdict().items():
+            self._counters.count(TOKENS, place, tokens)
 
     def take_jobs(self) -> list[LoadJob]:
         jobs, self._jobs = self._jobs, []
@@ -157,7 +157,7 @@ class Loads:
         """The attempt's first step is scheduled: its tokens so far were loaded, or came from the engine's own cache."""
         attempt = tracked.attempt
         self._policy.began(tracked)
-        attempt.local_tokens = max(0, tracked.request.num_computed_tokens - attempt.external_tokens)
+        attempt.local_tokens = max(0, tracked.request.num_computed_tokens - attempt.loaded.tokens)
         if attempt.reason == MissReason.NO_GAIN and not attempt.reused_tokens:
             self._counters.count(MISSES, MissReason.NO_GAIN)
 
@@ -182,7 +182,7 @@ class Loads:
         if report.reason and not tracked.request.is_finished():
             self._counters.count(MISSES, report.reason)
             tracked.failure = report.reason
-            attempt.external_tokens = attempt.disk_tokens = 0
+            attempt.loaded = NOTHING
 
     # ---- the end of an attempt
 

@@ -31,7 +31,7 @@ from kvtally.client import Call, Lease, Miss, StoreClient
 from kvtally.core.handoff import Handoff
 from kvtally.core.keys import chunk_ends
 from kvtally.core.namespace import GroupKind, Namespace
-from kvtally.core.receipts import Half
+from kvtally.core.receipts import NOTHING, Half, Loaded
 from kvtally.vllm.boundaries import Boundaries, Boundary
 from kvtally.wire.messages import Found, Lookup, MissReason, Receipts, Staged
 
@@ -70,9 +70,9 @@ class LookupAnswer(NamedTuple):
         return self.lease is not None and self.lease.outcome is not None and self.lease.outcome.staged_bytes > 0
 
     @property
-    def disk_tokens(self) -> int:
-        """The part of `end_tokens` that the store read from disk."""
-        return self.lease.outcome.disk_tokens if self.lease is not None and self.lease.outcome is not None else 0
+    def sources(self) -> Loaded:
+        """Where the store had the tokens that it promises."""
+        return self.lease.sources if self.lease is not None else NOTHING
 
 
 @dataclass(slots=True, eq=False)

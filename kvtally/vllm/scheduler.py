@@ -19,7 +19,7 @@ from msgspec import structs
 from vllm.v1.request import RequestStatus
 
 from kvtally.core.handoff import Handoff
-from kvtally.core.receipts import Role
+from kvtally.core.receipts import NOTHING, Loaded, Role
 from kvtally.vllm.boundaries import Boundaries, extras_of
 from kvtally.vllm.events import SaveEvents
 from kvtally.vllm.handoff import handoff_of, shorten_for_prefill
@@ -124,12 +124,10 @@ class SchedulerHalf:
         if tracked is not None:
             self.loads.allocated(tracked, blocks, external_tokens)
 
-    def host_and_disk(self, request_id: str) -> tuple[int, int]:
-        """How many of the tokens being loaded were in the store's memory, and how many it read from disk."""
+    def loading(self, request_id: str) -> Loaded:
+        """The tokens that are being loaded for a request, by where the store had them."""
         tracked = self._requests.get(request_id)
-        if tracked is None:
-            return 0, 0
-        return tracked.attempt.external_tokens - tracked.attempt.disk_tokens, tracked.attempt.disk_tokens
+        return tracked.attempt.loaded if tracked is not None else NOTHING
 
     # ---- one step
 
@@ -262,6 +260,8 @@ class SchedulerHalf:
             tokens_gpu=half.tokens_gpu,
             tokens_host=half.tokens_host,
             tokens_disk=half.tokens_disk,
+            tokens_peer=half.tokens_peer,
+            tokens_pool=half.tokens_pool,
             computed_tokens=half.computed_tokens,
         )
 

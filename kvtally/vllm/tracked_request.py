@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvtally.client import Lease
 from kvtally.core.handoff import Handoff
-from kvtally.core.receipts import Half, Role
+from kvtally.core.receipts import NOTHING, Half, Loaded, Role
 from kvtally.vllm.boundaries import Boundaries
 from kvtally.vllm.lookup_thread import LookupAnswer, PromptLookup
 from kvtally.wire.messages import MissReason
@@ -45,8 +45,7 @@ class Attempt:
 
     # `loads`: what it begins with
     local_tokens: int = 0  # from the engine's own cache
-    external_tokens: int = 0  # from the store
-    disk_tokens: int = 0  # the part of `external_tokens` that the store read from disk
+    loaded: Loaded = NOTHING  # from the store
     unused: str = ""  # why an answer was not used: a MissReason
     is_loading: bool = False
     load: LoadReport | None = None  # how the load went, once it has ended
@@ -60,7 +59,7 @@ class Attempt:
 
     @property
     def reused_tokens(self) -> int:
-        return self.local_tokens + self.external_tokens
+        return self.local_tokens + self.loaded.tokens
 
     @property
     def reason(self) -> str:
@@ -114,13 +113,15 @@ class TrackedRequest:
             request=self.id,
             prompt_tokens=self.prompt_tokens,
             tokens_gpu=attempt.local_tokens,
-            tokens_host=attempt.external_tokens - attempt.disk_tokens,
-            tokens_disk=attempt.disk_tokens,
+            tokens_host=attempt.loaded.host,
+            tokens_disk=attempt.loaded.disk,
+            tokens_peer=attempt.loaded.peer,
+            tokens_pool=attempt.loaded.pool,
             computed_tokens=max(0, self.request.num_prompt_tokens - attempt.reused_tokens),
             moved_bytes=load.moved_bytes if load is not None else 0,
             wait_ms=answer.wait_s * 1e3 if answer is not None else 0.0,
             load_ms=load.seconds * 1e3 if load is not None else 0.0,
-            verified=attempt.external_tokens > 0 and load is not None and load.verified,
+            verified=attempt.loaded.tokens > 0 and load is not None and load.verified,
             reason=reason,
             exposed_ms=attempt.exposed_s * 1e3,
             left_tokens=weighed.left_tokens if weighed is not None else 0,

@@ -162,7 +162,7 @@ class StoreProcess:
             "loaded": stats["lookups"]["hit_tokens"],
             "disk": stats["tiers"][0]["read_bytes"],
             "receipts": len(halves),
-            "receipt_tokens": sum(half.tokens_host + half.tokens_disk for half in halves),
+            "receipt_tokens": sum(half.loaded_tokens for half in halves),
             "receipt_bytes": sum(half.moved_bytes for half in halves),
         }
 

@@ -37,12 +37,12 @@ ENGINES: dict[str, tuple[Recipe, dict[str, Any]]] = {
 def problem(half: Half, seen: dict[str, Any]) -> str:
     """What is wrong with a receipt. The last attempt before the first token is the one that gave it."""
     reused = seen["attempts"][-1]
-    if half.tokens_gpu + half.tokens_host + half.tokens_disk != reused:
+    if half.reused_tokens != reused:
         return f"{half} does not add up to {reused} reused tokens"
     if half.computed_tokens != seen["prompt_tokens"] - reused:
         return f"{half} has not {seen['prompt_tokens'] - reused} computed tokens"
     # vLLM's own account is that of the first attempt, and stays so when the request is preempted.
-    if not seen["preemptions"] and [half.tokens_gpu, half.tokens_host + half.tokens_disk] != seen["stats"]:
+    if not seen["preemptions"] and [half.tokens_gpu, half.loaded_tokens] != seen["stats"]:
         return f"{half} is not {seen['stats']} local and external tokens"
     return ""
 
@@ -61,7 +61,7 @@ def test_receipts_are_what_vllm_did(
     halves = {ticket: store.receipt(ticket) for ticket in answered}
     problems = [f"{ticket}: {wrong}" for ticket, seen in answered.items() if (wrong := problem(halves[ticket], seen))]
     early, late = (sum(seen[key] > 0 for seen in answered.values()) for key in ("preemptions", "later_preemptions"))
-    loaded = sum(half.tokens_host + half.tokens_disk > 0 for half in halves.values())
+    loaded = sum(half.loaded_tokens > 0 for half in halves.values())
     print(
         f"{name}: {len(answered)} answered, {loaded} loaded, {early} preempted before their first token, {late} after, "
         f"{told['aborts']} aborted, {told['resets']} resets"

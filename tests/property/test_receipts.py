@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtally.core.receipts import PLACES, Half, Receipt, ReceiptBook, Role, Verdict
+from kvtally.core.receipts import PLACES, Half, Loaded, Receipt, ReceiptBook, Role, Verdict
 
 GPU = Half(role=Role.DECODE, tokens_gpu=100, computed_tokens=1)
 LOADED = Half(role=Role.DECODE, tokens_host=60, tokens_disk=30, tokens_remote=10, computed_tokens=1, verified=True)
@@ -46,6 +48,8 @@ decodes = st.builds(
     tokens_gpu=tokens,
     tokens_host=tokens,
     tokens_disk=tokens,
+    tokens_peer=tokens,
+    tokens_pool=tokens,
     tokens_remote=tokens,
     verified=st.booleans(),
 )
@@ -55,7 +59,7 @@ prefills = st.builds(Half, role=st.just(Role.PREFILL), saved_tokens=st.integers(
 @given(prefills, decodes)
 def test_proved_needs_every_promised_token_and_proof_of_what_moved(prefill: Half, decode: Half) -> None:
     verdict = Receipt(ticket="t", prefill=prefill, decode=decode).verdict
-    moved = decode.tokens_host + decode.tokens_disk + decode.tokens_remote
+    moved = sum(tokens for place, tokens in decode.sources.items() if place != "gpu")
     reused = decode.tokens_gpu + moved
     if verdict is Verdict.PROVED:
         assert reused >= prefill.saved_tokens > 0
@@ -128,10 +132,24 @@ def test_a_receipt_lives_from_its_last_filing_on() -> None:
     assert book.find("t", 2 * LIFETIME_NS + 1) is None
 
 
+counts_of_loads = st.builds(Loaded, *[st.integers(0, 9)] * len(Loaded._fields))
+
+
+@given(counts_of_loads, st.integers(0, 50))
+def test_of_what_was_loaded_the_last_tokens_are_accounted_for_to_the_last(all_of_it: Loaded, tokens: int) -> None:
+    part = all_of_it.last(tokens)
+    assert part.tokens == tokens
+    assert min(part) >= 0
+    fetched = dict(all_of_it._asdict(), host=tokens)  # what was in memory takes the rest
+    assert all(count <= fetched[place] for place, count in part._asdict().items())
+    # nothing counts as nearer while something further away is left
+    for nearer, further in pairwise(Loaded._fields):
+        assert not getattr(part, nearer) or getattr(part, further) == getattr(all_of_it, further)
+
+
 @given(st.lists(st.integers(0, 1 << 20), min_size=len(PLACES), max_size=len(PLACES)))
 def test_a_halfs_sources_are_its_reused_tokens_by_place(counts: list[int]) -> None:
-    gpu, host, disk, remote = counts
-    half = Half(role=Role.DECODE, tokens_gpu=gpu, tokens_host=host, tokens_disk=disk, tokens_remote=remote)
+    half = Half(role=Role.DECODE, **{f"tokens_{place}": count for place, count in zip(PLACES, counts, strict=True)})  # type: ignore[arg-type]
     assert sum(half.sources.values()) == half.reused_tokens == sum(counts)
     assert [half.sources.get(place, 0) for place in PLACES] == counts
     assert 0 not in half.sources.values()

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from kvtally.client import StoreClient
+from kvtally.client import Lease, StoreClient
 from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
-from kvtally.core.receipts import Half
+from kvtally.core.receipts import Half, Loaded
 from kvtally.testing.models import RECIPES, Recipe
+from kvtally.wire.messages import Found, Staged
 from tests.unit.early_kit import CHUNK, DENSE, Asked, lookups, request, save, scheduler_half, step, store
 from tests.unit.shell import Bench
 from tests.waiting import Clock
@@ -89,7 +90,7 @@ def test_a_request_whose_state_only_we_have_is_not_overtaken_for_ever(
 
     made, asked = half(FULL, RECURRENT), request()
     made.loads._manager.get_computed_blocks = lambda _: (None, 0, 0)  # without a state nothing of it counts
-    lease = SimpleNamespace(is_live=True, share=lambda: None, outcome=None)
+    lease = SimpleNamespace(is_live=True, share=lambda: None, sources=Loaded(host=2 * CHUNK))
     answer = LookupAnswer(2 * CHUNK, [CHUNK, 2 * CHUNK], lease, "", 0.0)  # type: ignore[arg-type]
     monkeypatch.setattr(made.policy, "answer", told(answer))
     made.on_new_request(asked)
@@ -296,6 +297,41 @@ def test_a_later_life_that_loads_says_so(half: Callable[..., Any], filed: Filed,
     assert computed(scheduler, asked, 8) == [199]
     (told,) = filed
     assert (told.tokens_gpu, told.tokens_host, told.computed_tokens, told.verified) == (0, 192, 8, True)
+
+
+@pytest.mark.parametrize("held", [0, 64])
+def test_a_receipt_says_where_the_store_had_what_was_loaded(
+    half: Callable[..., Any], filed: Filed, monkeypatch: pytest.MonkeyPatch, held: int
+) -> None:
+    """And so do the engine's counters, and what vLLM is told. What the engine's own cache held was not loaded."""
+    from kvtally.vllm.connector import HIT_SOURCES
+    from kvtally.vllm.counters import TOKENS
+    from kvtally.vllm.lookup_thread import LookupAnswer
+
+    staged = Staged(0, 7, 192, disk_tokens=20, peer_tokens=60, pool_tokens=40)
+    session = SimpleNamespace(alive=True, store="s")
+    lease: Any = Lease(
+        session=session,  # type: ignore[arg-type]
+        id=7,
+        found=Found(0, 192, 7, staging=3),
+        chains=b"",
+        expires_ns=1 << 62,
+        outcome=staged,
+    )
+    made, asked = half(FULL), request()
+    monkeypatch.setattr(made.policy, "answer", told(LookupAnswer(192, [64, 128, 192], lease)))
+    made.on_new_request(asked)
+    assert made.matched_tokens(asked, held) == (192 - held, True)
+    load(made, asked, 192 - held, verified=True)
+    asked.num_computed_tokens = 192
+    computed(made, asked, 8)
+    (filed_half,) = filed
+    places = {"gpu": held, "host": 72 - held, "disk": 20, "peer": 60, "pool": 40}
+    assert filed_half.sources == {place: tokens for place, tokens in places.items() if tokens}
+    assert filed_half.reused_tokens == 192
+    del places["gpu"]
+    assert made.counters.counts[TOKENS.name] == places == made.loading("r")._asdict()
+    assert set(HIT_SOURCES) == set(places)
 
 
 def test_tokens_that_went_out_keep_their_receipt(half: Callable[..., Any], filed: Filed) -> None:
