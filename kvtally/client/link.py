@@ -82,21 +82,22 @@ class Session:
     limits: Limits
     verify_reads: bool
     mapping: Mapping | None  # None over TCP, and when the session is over; views that were handed out keep the memory
+    address: str = ""  # by which other stores reach this one; empty: they cannot
     alive: bool = True
 
 
 class Call(Generic[R_co]):
     """One request under way. `result` is None until it is answered, fails or expires."""
 
-    __slots__ = ("_link", "begun_ns", "deadline_ns", "finish", "id", "result")
+    __slots__ = ("_link", "deadline_ns", "due_ns", "finish", "id", "result")
 
     def __init__(
-        self, link: Link, number: int, finish: Callable[[Reply], R_co | Miss | None], deadline_ns: int
+        self, link: Link, number: int, finish: Callable[[Reply], R_co | Miss | None], deadline_ns: int, wait_ns: int = 0
     ) -> None:
         self._link = link
         self.id = number
         self.finish = finish
-        self.begun_ns = time.monotonic_ns()
+        self.due_ns = time.monotonic_ns() + wait_ns  # until then the store may wait before it answers
         self.deadline_ns = deadline_ns
         self.result: R_co | Miss | None = None
 
@@ -166,14 +167,16 @@ class Link:
         finish: Callable[[Reply], R | Miss | None],
         deadline_ns: int,
         *,
+        wait_ns: int = 0,
         gives_back: bool = False,
     ) -> Call[R]:
         """Send a request, now if possible. `finish` makes the result from the reply, or None if that does not fit.
+        `wait_ns`: how long the store may wait for others before it answers.
 
         A request that gives something back is sent however many calls wait: otherwise the store would keep it reserved.
         """
         self._last_id += 1
-        call: Call[R] = Call(self, self._last_id, finish, deadline_ns)
+        call: Call[R] = Call(self, self._last_id, finish, deadline_ns, wait_ns)
         if self.session is None:
             self.poll()
         if self._connection is None:
@@ -228,7 +231,7 @@ class Link:
         self._next_expiry_ns = min((call.deadline_ns for call in self._calls.values()), default=NEVER_NS)
 
     def _note_silence(self, given_up: Call[R], now_ns: int) -> None:
-        if self.session is not None and now_ns - max(given_up.begun_ns, self._heard_ns) >= SILENCE_NS:
+        if self.session is not None and now_ns - max(given_up.due_ns, self._heard_ns) >= SILENCE_NS:
             self._silent_until_ns = now_ns + SILENT_NS
 
     # ---- progress
@@ -327,6 +330,7 @@ class Link:
             limits=greeting.limits,
             verify_reads=greeting.verify_reads,
             mapping=mapping,
+            address=greeting.address,
         )
 
     def _begin(self, connection: Connection, session: Session) -> None:

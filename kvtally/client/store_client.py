@@ -83,6 +83,7 @@ QUESTIONS = (Lookup, SlotsGet, PutBegin)
 GIVES_BACK = (Release, PutEnd)
 TIMEOUT_S = 2.0
 GIVE_BACK_S = 2.0  # for requests that nobody waits for
+ELSEWHERE_NS = 1_000_000_000  # how long a store may wait for another one that it asks, and that does not answer
 
 M = TypeVar("M", bound=Reply)
 R = TypeVar("R")
@@ -323,7 +324,9 @@ class StoreClient:
         if self._link.is_silent and isinstance(request, QUESTIONS):
             return self._link.answered(Miss(MissReason.DEADLINE, "the store does not answer: not asked [KV-501]"))
         deadline_ns = self._deadline_ns(timeout_s, wait_ms)
-        return self._link.submit(request, finish, deadline_ns, gives_back=isinstance(request, GIVES_BACK))
+        wait_ns = wait_ms * 1_000_000 + (ELSEWHERE_NS if isinstance(request, Lookup) and request.source else 0)
+        gives_back = isinstance(request, GIVES_BACK)
+        return self._link.submit(request, finish, deadline_ns, wait_ns=wait_ns, gives_back=gives_back)
 
     def _deadline_ns(self, timeout_s: float | None, wait_ms: int = 0) -> int:
         """By default, a request that asks the store to wait has that much more time."""

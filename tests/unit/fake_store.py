@@ -75,6 +75,7 @@ class FakeStore:
         self.protocol = PROTOCOL_VERSION
         self.limits = Limits()
         self.nonce = b""
+        self.address = ""
         self.greets = True
         self.verify_reads = True
         self.tls: ssl.SSLContext | None = None
@@ -162,7 +163,9 @@ class FakeStore:
                         peer.sendall(encode(action))
 
     def _greet(self, peer: socket.socket) -> None:
-        greeting = Greeting(self.protocol, "0", self.name, ARENA_BYTES, self.verify_reads, self.limits, self.nonce)
+        greeting = Greeting(
+            self.protocol, "0", self.name, ARENA_BYTES, self.verify_reads, self.limits, self.nonce, self.address
+        )
         if peer.family != socket.AF_UNIX:
             peer.sendall(encode(greeting))
             return

@@ -13,11 +13,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec import structs
 
 from kvtally.client import Miss
 from kvtally.client import link as link_module
+from kvtally.client import store_client as client_module
 from kvtally.config import load
 from kvtally.core.keys import CHAIN_BYTES
 from kvtally.endpoint import endpoint
@@ -173,6 +176,24 @@ def test_somebody_tries_again_after_a_while(world: World, monkeypatch: pytest.Mo
     clock.forward(HOUR_S)
     missed(client.lookup(QUESTION, timeout_s=0.01).wait(), MissReason.DEADLINE)
     until(client, lambda: store.saw(Lookup))
+
+
+@pytest.mark.parametrize("given", [{"wait_ms": int(HOUR_S * 1e3)}, {"source": "tcp://10.0.0.7:7400"}])
+def test_a_store_that_may_wait_for_others_is_not_silent_meanwhile(
+    world: World, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(client_module, "ELSEWHERE_NS", int(HOUR_S * 1e9))
+    monkeypatch.setattr(link_module, "SILENCE_NS", 0)
+    store = world.store()
+    client = world.client()
+    client.connect()
+    store.on[Lookup] = lambda _: []
+    missed(client.hold(structs.replace(QUESTION, **given), timeout_s=0.01).wait(), MissReason.DEADLINE)
+    del store.on[Lookup]
+    assert isinstance(client.lookup(QUESTION).wait(), Found)
+    store.on[Lookup] = lambda _: []
+    missed(client.hold(QUESTION, timeout_s=0.01).wait(), MissReason.DEADLINE)  # this one had no reason to wait
+    missed(client.lookup(QUESTION, timeout_s=HOUR_S).wait(), MissReason.DEADLINE)
 
 
 def test_what_comes_too_late_is_given_back(world: World) -> None:
