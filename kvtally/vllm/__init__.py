@@ -16,7 +16,8 @@
     events.py      KV events for what was saved
     retention.py   where vLLM keeps recurrent states, and what to say about it
     config_fields.py  every field of vLLM's configuration: whether it decides KV, and how the namespace knows
-    identity.py    which weights are these, used how? Of the model, and of adapters
+    identity.py    which weights are these, used how?
+    adapters.py    which LoRA adapter is this? A thread that looks at its files
     weights.py     digests of whole files, each computed once on a machine
     compat.py      which vLLM is this?
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtally.core.keys import ROOT_CHAIN, chain_value, chunk_extra, token_bytes
+from kvtally.vllm.adapters import Adapter
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -30,26 +31,28 @@ class Extras(NamedTuple):
     """What decides KV beside the tokens. `features` is the request's own list of multimodal items: every part of a
     streaming input makes it longer."""
 
-    lora: str = ""
+    adapter: Adapter | None = None
     salt: str = ""
     features: Sequence[MultiModalFeatureSpec] = ()
 
     def between(self, start: int, end: int) -> bytes:
-        """The canonical extra of the tokens `[start, end)`."""
-        if not (self.lora or self.salt or self.features):
+        """The canonical extra of the tokens `[start, end)`. Raises IncompatibleError for an adapter without a name: its
+        chain values would be those of the bare model."""
+        lora = self.adapter.name if self.adapter is not None else ""
+        if not (lora or self.salt or self.features):
             return b""
         items = []
         for feature in self.features:
             position, length = feature.mm_position.offset, feature.mm_position.length
             if position < end and start < position + length:
                 items.append(((position - start) & 0xFFFFFFFF, str(feature.identifier).encode()))
-        return chunk_extra(lora=self.lora, items=items, salt=self.salt if start == 0 else "")
+        return chunk_extra(lora=lora, items=items, salt=self.salt if start == 0 else "")
 
 
-def extras_of(request: Request, lora: str, engine_salt: str = "") -> Extras:
-    """`lora` is the adapter's identity; `engine_salt` keeps an engine apart from all others."""
+def extras_of(request: Request, adapter: Adapter | None, engine_salt: str = "") -> Extras:
+    """`engine_salt` keeps an engine apart from all others."""
     salt = request.cache_salt or ""
-    return Extras(lora, f"{engine_salt}\0{salt}" if engine_salt else salt, request.mm_features)
+    return Extras(adapter, f"{engine_salt}\0{salt}" if engine_salt else salt, request.mm_features)
 
 
 class Boundaries:
@@ -59,6 +62,15 @@ class Boundaries:
         self.chunk_tokens = chunk_tokens
         self._extras = extras
         self.chains: list[bytes] = []  # at chunk_tokens, 2 * chunk_tokens, ...
+
+    @property
+    def is_named(self) -> bool:
+        """Whether there are chain values at all: an adapter that nobody can name has none."""
+        return self._extras.adapter is None or bool(self._extras.adapter.identity)
+
+    @property
+    def is_being_named(self) -> bool:
+        return self._extras.adapter is not None and self._extras.adapter.identity is None
 
     @property
     def end_tokens(self) -> int:

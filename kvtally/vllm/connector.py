@@ -414,6 +414,8 @@ class KVTallyConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.stop()
         if self._lookups is not None:
             self._lookups.stop()
+        if self._scheduler is not None:
+            self._scheduler.stop()
 
 
 def _is_in_process(config: VllmConfig) -> bool:

@@ -4,9 +4,7 @@ A model's identity is the hub commit where it came from a hub snapshot, else a d
 (`weights`). The configuration and the code beside the weights say how they are used, unless the user overrides that
 (`override_digest`).
 
-An adapter's identity is its name, its path and the state of its files (`Adapters`).
-
-Neighbours: `layout` puts the first two into the namespace, `boundaries` the third into chain values. Imports no vLLM.
+Neighbours: `layout` puts both into the namespace; `adapters` does the same for LoRA adapters. Imports no vLLM.
 """
 
 from __future__ import annotations
@@ -15,18 +13,14 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from blake3 import blake3
 
 from kvtally.errors import IncompatibleError
-from kvtally.vllm.weights import file_digests
-
-if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
+from kvtally.vllm.weights import digest_of
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # Files of trainers: they have such names, but vLLM does not load them.
@@ -46,19 +40,13 @@ CONFIGURATION = (
 )
 COMMIT = re.compile("[0-9a-f]{40}")
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-# The files that vLLM reads from an adapter's folder.
-ADAPTER_FILES = (
-    "adapter_config.json",
-    *(f"adapter_model.{suffix}" for suffix in ("safetensors", "bin", "pt", "tensors")),
-)
-MOST_ADAPTERS = 4096  # remembered at once; far more than an engine keeps loaded
 
 
 def model_identity(model: str, revision: str | None) -> str:
     """A string that is equal for equal weights and differs for others."""
     directory = Path(model)
     if directory.is_file():
-        return f"file:{_digest([directory])}"
+        return f"file:{digest_of([directory])}"
     if not directory.is_dir():
         directory = _snapshot(model, revision)
     if _is_hub_entry(directory):
@@ -67,7 +55,7 @@ def model_identity(model: str, revision: str | None) -> str:
     if not files:
         raise _unknown(f"no weight files in {directory}")
     files |= {path for pattern in CONFIGURATION for path in directory.glob(pattern) if path.is_file()}
-    return f"files:{_digest(sorted(files))}"
+    return f"files:{digest_of(sorted(files))}"
 
 
 def _has_weights(path: Path) -> bool:
@@ -87,13 +75,6 @@ def _snapshot(model: str, revision: str | None) -> Path:
     if not isinstance(config, str):
         raise _unknown(f"{model} is neither a folder nor in the local hub cache")
     return Path(config).parent
-
-
-def _digest(files: list[Path]) -> str:
-    state = blake3()
-    for path, digest in zip(files, file_digests(files), strict=True):
-        state.update(f"{path.name}\0{digest}\0".encode())
-    return state.hexdigest(length=16)
 
 
 def override_digest(overrides: object, config_path: str | None) -> str:
@@ -140,47 +121,6 @@ def is_length_decisive(config: Mapping[str, Any]) -> bool:
     if config.get("rope_type", config.get("type")) in ("longrope", "su") or "attn_temperature_tuning" in config:
         return True
     return any(is_length_decisive(value) for value in config.values() if isinstance(value, Mapping))
-
-
-class Adapter(NamedTuple):
-    """A LoRA adapter. `is_mixed`: this engine has seen different files under the same name and path. vLLM's own cache
-    goes by these, so it may still hold the other files' KV."""
-
-    identity: str
-    is_mixed: bool
-
-
-class Adapters:
-    """The adapters of one engine, by name, path and the state of their files.
-
-    vLLM reads the files when it loads an adapter, and again after it has evicted it. Once the files have changed,
-    nobody can tell which version an engine computes with: from then on the adapter is a mixture.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, str], str] = {}  # identities; an empty one if there were several
-
-    def adapter(self, lora: LoRARequest | None) -> Adapter:
-        """The adapter of a request. Takes microseconds: it looks at the files' times and sizes and reads nothing."""
-        if lora is None:
-            return Adapter("", is_mixed=False)
-        name = lora.lora_name, lora.lora_path
-        identity = "\0".join((*name, _state_of_files(lora.lora_path)))
-        known = self._known.pop(name, identity)
-        self._known[name] = known if known == identity else ""  # at the end: the oldest are forgotten first
-        if len(self._known) > MOST_ADAPTERS:
-            del self._known[next(iter(self._known))]
-        return Adapter(identity, is_mixed=known != identity)
-
-
-def _state_of_files(path: str) -> str:
-    """Sizes and times of an adapter's files; empty if there are none, as for an adapter from the hub."""
-    directory, states = os.path.expanduser(path), []
-    for name in ADAPTER_FILES:
-        with suppress(OSError, ValueError):  # no such file, or not a path
-            state = os.stat(os.path.join(directory, name))
-            states.append(f"{name} {state.st_size} {state.st_mtime_ns}")
-    return "\n".join(states)
 
 
 def _unknown(why: str) -> IncompatibleError:

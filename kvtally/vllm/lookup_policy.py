@@ -137,7 +137,7 @@ class LookupPolicy:
         if answer is not None:
             attempt.answer, attempt.lease = answer, answer.lease
             attempt.exposed_s = min(answer.wait_s, max(0, answer.ready_ns - attempt.reached_ns) / 1e9)
-            self._count(attempt, answer)
+            self._count(attempt, answer, was_asked=lookup.asks)
         return answer
 
     def give_back(self, attempt: Attempt) -> None:
@@ -176,8 +176,7 @@ class LookupPolicy:
         self._cancel(tracked)
         attempt.answer, attempt.is_left = LookupAnswer(reason=MissReason.NO_GAIN), True
         if attempt.lookup is None and tracked.may_save:
-            attempt.lookup = self._lookup(tracked)
-            self.thread.walk(attempt.lookup)
+            self._walk(tracked)
         return True
 
     def come_back(self, tracked: TrackedRequest) -> bool:
@@ -207,11 +206,24 @@ class LookupPolicy:
     def _ask(self, tracked: TrackedRequest, *, is_early: bool = False) -> None:
         self._unseen.pop(tracked, None)
         if self._is_refused(tracked):
-            tracked.attempt.answer = LookupAnswer(reason=MissReason.REFUSED)
-            self.counters.count(MISSES, MissReason.REFUSED)
+            self._refuse(tracked)
             return
         tracked.attempt.lookup = self._lookup(tracked, is_early=is_early)
         self.thread.ask(tracked.attempt.lookup)
+
+    def _refuse(self, tracked: TrackedRequest) -> None:
+        """The store is not asked. If the request is saved, its boundaries are needed all the same: as a rule they are
+        worked out when something is saved. But if its adapter is not named yet, or another store is to hear of the
+        prompt, the thread works them out now, and the request waits for that."""
+        if tracked.may_save and (tracked.boundaries.is_being_named or _deliver(tracked)):
+            self._walk(tracked)
+        else:
+            tracked.attempt.answer = LookupAnswer(reason=MissReason.REFUSED)
+            self.counters.count(MISSES, MissReason.REFUSED)
+
+    def _walk(self, tracked: TrackedRequest) -> None:
+        tracked.attempt.lookup = self._lookup(tracked)
+        self.thread.walk(tracked.attempt.lookup)
 
     def _lookup(self, tracked: TrackedRequest, *, is_early: bool = False) -> PromptLookup:
         request = tracked.request
@@ -224,7 +236,8 @@ class LookupPolicy:
             tracked.boundaries,
             now_ns + (EARLY_NS if is_early else self._wait_ns),
             now_ns,
-            tracked.handoff if not tracked.is_prefill and not request.num_output_tokens else None,
+            tracked.handoff if not request.num_output_tokens else None,
+            _deliver(tracked),
             is_early=is_early,
             is_wanted=not is_early,
             priority=request.priority,
@@ -247,8 +260,11 @@ class LookupPolicy:
             lookup.prefill_tokens_s = self._tokens_s
             self.thread.want(lookup)
 
-    def _count(self, attempt: Attempt, answer: LookupAnswer) -> None:
+    def _count(self, attempt: Attempt, answer: LookupAnswer, *, was_asked: bool = True) -> None:
         if answer.reason == MissReason.NO_GAIN:  # too short to be looked up
+            return
+        if not was_asked:
+            self.counters.count(MISSES, answer.reason)
             return
         self.counters.count(LOOKUPS, "hit" if answer.end_tokens else "miss")
         self.counters.observe(WAIT, answer.wait_s)
@@ -281,6 +297,11 @@ class LookupPolicy:
             if tokens >= MEASURED_TOKENS:
                 self._rate.add(tokens, (now_ns - max(launched_ns, self._step_ended_ns)) / 1e9)
         self._step_ended_ns = now_ns
+
+
+def _deliver(tracked: TrackedRequest) -> str:
+    """The address of the store that wants what is saved of this prompt; empty if there is none."""
+    return tracked.handoff.deliver if tracked.handoff is not None and tracked.hands_over else ""
 
 
 def _is_stale(answer: LookupAnswer, now_ns: int) -> bool:

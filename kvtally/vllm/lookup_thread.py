@@ -5,13 +5,15 @@
 
 For each lookup the thread works out the prompt's chain values and sends one question, which leases the hit and stages
 it. If the store knows tails beyond the hit, a few of these are asked for, one after the other, until one fits. Then the
-thread waits until everything is in the arena.
+thread waits until everything is in the arena. Where a prompt has an adapter, its chain values have the adapter's
+identity in them, and the lookup first waits until that is known.
 
 An early lookup has time until the scheduler reaches its request (`want`). From then on it has a deadline, by which it
 is answered whatever happens. An answer of 0 tokens has a reason.
 
-A hand-off may arrive before the bytes that it promises. These are asked for again and again until they are there, or
-prefill has withdrawn its promise.
+A hand-off may arrive before the bytes that it promises. The question names the promised boundary, and the store answers
+it when that is there, when prefill has withdrawn its promise, or when its time is up; then it is asked again. If the
+bytes are promised by another machine's store, the question names that store, and our store pulls them from there.
 
 Owns the client: only this thread touches it.
 """
@@ -31,9 +33,9 @@ from kvtally.client import Call, Lease, Miss, StoreClient
 from kvtally.core.handoff import Handoff
 from kvtally.core.keys import chunk_ends
 from kvtally.core.namespace import GroupKind, Namespace
-from kvtally.core.receipts import NOTHING, Half, Loaded
+from kvtally.core.receipts import NOTHING, Half, Loaded, Role
 from kvtally.vllm.boundaries import Boundaries, Boundary
-from kvtally.wire.messages import Found, Lookup, MissReason, Receipts, Staged
+from kvtally.wire.messages import Found, Lookup, MissReason, Staged
 
 log = logging.getLogger("kvtally.vllm")
 
@@ -41,10 +43,13 @@ IDLE_S = 0.05
 TURN_S = 0.001  # how long one look at the socket may keep new commands waiting
 EARLY_TURN_S = 0.002  # the same while nobody waits: every look takes the interpreter from the engine
 MOST_TRIES = 4  # how many tails are tried, each of which may be another conversation's
-AGAIN_NS = 3_000_000  # the pause before a hand-off's bytes are asked for again; twice as long each time after
-LONGEST_AGAIN_NS = 48_000_000  # so that many long waits are no load for the store
+LONGEST_WAIT_MS = 300  # how long the store may wait for a promised boundary before it answers
+# A store that answers sooner than that, without the boundary, does not wait: an older one, or one with too many lookups
+# that wait already. It is asked again after this pause.
+AGAIN_NS = 10_000_000
 RESET_PAUSE_S = 0.05  # between two requests to forget everything
-LONGEST_WAIT_MS = 300  # how long the store may wait before it answers such a question
+# What a store says where nothing more is to be expected of the store that promised.
+FINAL = (MissReason.FOREIGN_STORE, MissReason.PEER_LOST)
 
 
 class LookupAnswer(NamedTuple):
@@ -87,12 +92,14 @@ class PromptLookup:
     boundaries: Boundaries
     deadline_ns: int
     asked_ns: int
-    handoff: Handoff | None = None  # what prefill says it has saved of this prompt
+    handoff: Handoff | None = None  # for decode: what prefill has saved; for prefill: what the router knows
+    deliver: str = ""  # the address of a store that will want what is saved of this prompt
     is_early: bool = False  # asked before the scheduler reached the request
     is_wanted: bool = False  # the scheduler has reached it
     priority: int = 0
     ahead: int = 0  # requests that arrived before and have not begun
     prefill_tokens_s: int = 0  # how fast the engine computes; 0: load whatever it takes
+    asks: bool = True  # False: only its boundaries are wanted
     answer: LookupAnswer | None = None
     is_walked: bool = False  # its boundaries are worked out
     is_cancelled: bool = False
@@ -104,10 +111,9 @@ class PromptLookup:
     chains: list[bytes] = field(default_factory=list)
     shorter: Lease | None = None  # a shorter hit, held while a longer one is asked for
     tails: list[int] | None = None  # where else the prompt may go on from, in the order of `list.pop`
+    due_ns: int = 0  # when the store's wait for a promised boundary is over
     again_ns: int = 0  # when to ask again, while neither `call` nor `lease` is set
-    pause_ns: int = AGAIN_NS  # how long the next pause is
     doubt: str = ""  # why the hand-off is of no use to this engine
-    word: Call[Receipts] | None = None  # what prefill says by now
 
     @property
     def limit_tokens(self) -> int:
@@ -116,7 +122,9 @@ class PromptLookup:
     @property
     def promised_tokens(self) -> int:
         """How much the hand-off promises, unless there is a reason to doubt it."""
-        return self.handoff.saved_tokens if self.handoff is not None and not self.doubt else 0
+        if self.handoff is None or self.handoff.role is not Role.DECODE or self.doubt:
+            return 0
+        return self.handoff.saved_tokens
 
     @property
     def state(self) -> str:
@@ -134,11 +142,12 @@ class PromptLookup:
         )
 
     def walk(self) -> None:
-        """Work out the prompt's boundaries and their chain values."""
-        chunk, limit = self.boundaries.chunk_tokens, self.limit_tokens
-        self.boundaries.extend(self.tokens, limit)
-        tail = self.boundaries.tail(self.tokens, limit) if limit % chunk else None
-        self.ends = chunk_ends(limit, chunk)
+        """Work out the prompt's boundaries and their chain values, up to the last one that is asked for. A prefill for
+        another engine saves one that it cannot use itself: the end of its prompt."""
+        chunk, last = self.boundaries.chunk_tokens, len(self.tokens) if self.deliver else self.limit_tokens
+        self.boundaries.extend(self.tokens, last)
+        tail = self.boundaries.tail(self.tokens, last) if last % chunk else None
+        self.ends = chunk_ends(last, chunk)
         self.chains = self.boundaries.chains[: len(self.ends)]
         if tail is not None:
             self.ends.append(tail.end_tokens)
@@ -159,6 +168,7 @@ class LookupThread:
         self._news = threading.Condition()  # told of every answer
         self._is_awaited = False  # the engine does nothing until there is one
         self.store = ""  # the name of the store's process, once there is a connection
+        self.address = ""  # by which other stores reach it
         self._thread = threading.Thread(target=self._run, name="kvtally-lookup", daemon=True)
 
     def start(self) -> None:
@@ -169,7 +179,8 @@ class LookupThread:
 
     def walk(self, lookup: PromptLookup) -> None:
         """Work out the boundaries, without asking the store: the request is saved, and its objects need names."""
-        self._commands.put(lambda client: lookup.walk())
+        lookup.asks = False
+        self._commands.put(lambda client: self._begin(client, lookup))
 
     def want(self, lookup: PromptLookup) -> None:
         """The scheduler has reached the request."""
@@ -245,7 +256,8 @@ class LookupThread:
             return False
         except queue.Empty:
             pass
-        self.store = client.session.store if client.session is not None else self.store
+        if client.session is not None:
+            self.store, self.address = client.session.store, client.session.address
         if self._active:
             is_wanted = any(lookup.is_wanted for lookup in self._active)
             client.step(TURN_S if is_wanted else EARLY_TURN_S, is_urgent=self._is_awaited)
@@ -255,22 +267,31 @@ class LookupThread:
         return True
 
     def _begin(self, client: StoreClient, lookup: PromptLookup) -> None:
+        if lookup.boundaries.is_being_named or self._ask(client, lookup):
+            self._active.append(lookup)
+
+    def _ask(self, client: StoreClient, lookup: PromptLookup) -> bool:
+        """Work out the boundaries, and ask about them. False if there is nothing to ask."""
+        if not lookup.boundaries.is_named:
+            self._answer(lookup, LookupAnswer(reason=MissReason.UNKNOWN_ADAPTER))
+            return False
         lookup.walk()
+        if not lookup.asks:
+            if lookup.deliver:
+                self._forget(client.lookup(_question(client, lookup)))  # asked for the sake of the other store
+            self._answer(lookup, LookupAnswer(reason=MissReason.REFUSED))
+            return False
         if not lookup.ends:
             self._answer(lookup, LookupAnswer(reason=MissReason.NO_GAIN))
-            return
+            return False
         if lookup.handoff is not None:
             lookup.doubt = self._doubt(client, lookup, lookup.handoff)
         lookup.call = self._hold(client, lookup)
-        self._active.append(lookup)
+        return True
 
     @staticmethod
     def _doubt(client: StoreClient, lookup: PromptLookup, handoff: Handoff) -> str:
         """Why the hand-off is of no use here; empty if it is. Either way the store's own hit is used."""
-        said = lookup.word.result if lookup.word is not None else None
-        for receipt in said.receipts if isinstance(said, Receipts) else ():
-            if receipt.prefill is not None and not receipt.prefill.saved_tokens:
-                return receipt.prefill.reason or MissReason.REFUSED
         if handoff.namespace and handoff.namespace != client.digest.hex():
             return MissReason.FOREIGN_NAMESPACE
         if handoff.saved_tokens and (
@@ -278,29 +299,22 @@ class LookupThread:
             or handoff.chain != lookup.chains[lookup.ends.index(handoff.saved_tokens)].hex()
         ):
             return MissReason.OTHER_TOKENS
-        if handoff.store and client.session is not None and handoff.store != client.session.store:
-            return MissReason.FOREIGN_STORE
+        session = client.session
+        if handoff.store and session is not None and handoff.store != session.store:
+            # With an address, our store asks that one, and says itself if it cannot. Our own address is no other
+            # store's: then ours has been started again since.
+            return "" if _elsewhere(client, handoff.address) else MissReason.FOREIGN_STORE
         return ""
 
     @staticmethod
     def _hold(client: StoreClient, lookup: PromptLookup) -> Call[Lease]:
-        left_s = max(0.001, (lookup.deadline_ns - time.monotonic_ns()) / 1e9)
+        now_ns = time.monotonic_ns()
+        left_s = max(0.001, (lookup.deadline_ns - now_ns) / 1e9)
+        until = lookup.promised_tokens if client.session is not None and lookup.tails is None else 0
         # Several short waits instead of a long one: when the deadline comes, the last answer is there to be used.
-        wait_ms = min(int(left_s * 500), LONGEST_WAIT_MS) if lookup.promised_tokens else 0
-        question = Lookup(
-            0,
-            b"".join(lookup.chains),
-            lookup.ends,
-            lookup.limit_tokens,
-            wait_ms=wait_ms,
-            hold=True,
-            priority=lookup.priority,
-            ahead=lookup.ahead,
-            early=lookup.is_early and not lookup.is_wanted,
-            prefill_tokens_s=lookup.prefill_tokens_s,
-            slots=True,  # saves the worker of rank 0 its next question
-        )
-        return client.hold(question, timeout_s=left_s)
+        wait_ms = min(max(1, int(left_s * 500)), LONGEST_WAIT_MS) if until else 0
+        lookup.due_ns = now_ns + wait_ms * 1_000_000
+        return client.hold(_question(client, lookup, until_tokens=until, wait_ms=wait_ms), timeout_s=left_s)
 
     @staticmethod
     def _hasten(client: StoreClient, lookup: PromptLookup) -> None:
@@ -321,13 +335,15 @@ class LookupThread:
                 log.warning(
                     "kvtally: a hand-off of %d tokens did not come in time: %s", lookup.promised_tokens, lookup.state
                 )
-            self._settle(client, lookup, MissReason.DEADLINE)
+            self._settle(client, lookup, MissReason.DEADLINE if lookup.is_walked else MissReason.UNKNOWN_ADAPTER)
             return True
+        if not lookup.is_walked:
+            return not lookup.boundaries.is_being_named and not self._ask(client, lookup)
         if lookup.lease is None:
-            if lookup.call is None:
-                if now_ns < lookup.again_ns:
-                    return False
+            if lookup.call is None and now_ns >= lookup.again_ns:
                 lookup.call = self._hold(client, lookup)
+            if lookup.call is None:
+                return False
             result = lookup.call.result
             if result is None:
                 return False
@@ -340,8 +356,9 @@ class LookupThread:
             if self._is_to_come(client, lookup, result):
                 self._give_back(client, lookup.shorter)
                 lookup.shorter, lookup.lease = result, None
-                lookup.again_ns = now_ns + lookup.pause_ns
-                lookup.pause_ns = min(2 * lookup.pause_ns, LONGEST_AGAIN_NS)
+                lookup.again_ns = min(lookup.due_ns, now_ns + AGAIN_NS)
+                if now_ns >= lookup.again_ns:
+                    lookup.call = self._hold(client, lookup)
                 return False
             if (lookup.shorter is None or lookup.tails is not None) and self._ask_for_tail(client, lookup, result):
                 return False
@@ -351,14 +368,12 @@ class LookupThread:
         return True
 
     def _is_to_come(self, client: StoreClient, lookup: PromptLookup, lease: Lease) -> bool:
-        """Whether prefill has promised more than is there, so its writer has not begun yet."""
+        """Whether more is promised than is there, and may still come."""
         if lease.found.end_tokens >= lookup.promised_tokens:
             return False
         assert lookup.handoff is not None
-        lookup.doubt = self._doubt(client, lookup, lookup.handoff)
-        if lookup.promised_tokens and (lookup.word is None or lookup.word.result is not None):
-            lookup.word = client.receipts(lookup.handoff.prefill_ticket)
-        return bool(lookup.promised_tokens)
+        lookup.doubt = lease.found.withdrawn or self._doubt(client, lookup, lookup.handoff)
+        return bool(lookup.promised_tokens) and lease.found.reason not in FINAL
 
     def _ask_for_tail(self, client: StoreClient, lookup: PromptLookup, lease: Lease) -> bool:
         """Ask for a hit that ends between two chunks, where an earlier request has ended. True if one is asked for.
@@ -439,3 +454,30 @@ class LookupThread:
     @staticmethod
     def _forget(call: Call[object]) -> None:
         """Nobody waits for this call; the client counts its failure."""
+
+
+def _question(client: StoreClient, lookup: PromptLookup, *, until_tokens: int = 0, wait_ms: int = 0) -> Lookup:
+    handoff = lookup.handoff
+    addresses = ("" if lookup.doubt else handoff.address, handoff.source) if handoff is not None else ()
+    return Lookup(
+        0,
+        b"".join(lookup.chains),
+        lookup.ends,
+        lookup.limit_tokens,
+        wait_ms=wait_ms,
+        priority=lookup.priority,
+        ahead=lookup.ahead,
+        early=lookup.is_early and not lookup.is_wanted,
+        prefill_tokens_s=lookup.prefill_tokens_s,
+        slots=True,  # saves the worker of rank 0 its next question
+        source=_elsewhere(client, *addresses),
+        ticket=handoff.prefill_ticket if handoff is not None and until_tokens else "",
+        until_tokens=until_tokens,
+        deliver=_elsewhere(client, lookup.deliver) if lookup.tails is None else "",
+    )
+
+
+def _elsewhere(client: StoreClient, *addresses: str) -> str:
+    """The first of these addresses that is not our own store's; empty if there is none."""
+    own = client.session.address if client.session is not None else ""
+    return next((address for address in addresses if address and address != own), "")

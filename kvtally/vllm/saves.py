@@ -218,9 +218,8 @@ class Saves:
 
     def hand_over(self, tracked: TrackedRequest, tables: Tables) -> int:
         """Save a prompt that was computed for another engine, whole or not at all: up to which boundary, or 0."""
-        request = tracked.request
-        end = request.num_prompt_tokens if request.num_prompt_tokens < tracked.prompt_tokens else 0
-        if not (end and tracked.may_save and tracked.are_boundaries_free and request.num_computed_tokens >= end):
+        request, end = tracked.request, tracked.request.num_prompt_tokens
+        if not (tracked.hands_over and tracked.are_boundaries_free and request.num_computed_tokens >= end):
             return 0
         last = self._end_items(tracked, end, tables)
         items = self._chunk_items(tracked, end, tables) + last

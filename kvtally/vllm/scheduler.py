@@ -20,10 +20,10 @@ from vllm.v1.request import RequestStatus
 
 from kvtally.core.handoff import Handoff
 from kvtally.core.receipts import NOTHING, Loaded, Role
+from kvtally.vllm.adapters import Adapters
 from kvtally.vllm.boundaries import Boundaries, extras_of
 from kvtally.vllm.events import SaveEvents
 from kvtally.vllm.handoff import handoff_of, shorten_for_prefill
-from kvtally.vllm.identity import Adapters
 from kvtally.vllm.layout import EngineLayout
 from kvtally.vllm.loads import Loads
 from kvtally.vllm.lookup_policy import LookupPolicy
@@ -79,11 +79,10 @@ class SchedulerHalf:
         self.saves.wake()
         if request.request_id in self._requests:
             return
-        adapter = self._adapters.adapter(request.lora_request)
-        extras = extras_of(request, adapter.identity, self._salt)
+        extras = extras_of(request, self._adapters.adapter(request.lora_request), self._salt)
         # Parts of a streaming input that are yet to come may have images, too.
         is_unnamed = not self._names_images and (bool(request.mm_features) or request.resumable)
-        is_opaque = request.prompt_embeds is not None or adapter.is_mixed or is_unnamed
+        is_opaque = request.prompt_embeds is not None or is_unnamed
         tracked = TrackedRequest(
             request,
             Boundaries(self._layout.namespace.chunk_tokens, extras),
@@ -190,6 +189,9 @@ class SchedulerHalf:
         for tracked, reason in self.saves.reported(report):
             self._withdraw(tracked, reason)
 
+    def stop(self) -> None:
+        self._adapters.stop()
+
     @property
     def has_requests(self) -> bool:
         return bool(self._requests)
@@ -225,6 +227,8 @@ class SchedulerHalf:
         if tracked is None:
             return None
         self.loads.ended(tracked)
+        if tracked.attempt.is_running:
+            self._adapters.used(request.lora_request)
         if tracked.attempt.is_loading:  # aborted: the worker reports the load later
             return None
         del self._requests[request.request_id]
@@ -243,6 +247,8 @@ class SchedulerHalf:
         saved = self.saves.hand_over(tracked, block_ids)
         chain = tracked.boundaries.tail(request.all_token_ids, saved).chain if saved else b""
         refused = MissReason.REFUSED if tracked.prompt_tokens > 1 else MissReason.NO_GAIN
+        if not tracked.boundaries.is_named:
+            refused = MissReason.UNKNOWN_ADAPTER
         reason = "" if saved else tracked.lost or refused
         half = structs.replace(tracked.half(Role.PREFILL), saved_tokens=saved, chain=chain, reason=reason)
         tracked.promised = half if saved else None
@@ -255,6 +261,7 @@ class SchedulerHalf:
             saved_tokens=saved,
             prompt_tokens=half.prompt_tokens,
             chain=chain.hex(),
+            address=self._thread.address,
             state="pending" if saved else "",
             reason=reason,
             tokens_gpu=half.tokens_gpu,

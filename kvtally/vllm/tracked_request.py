@@ -98,8 +98,14 @@ class TrackedRequest:
 
     @property
     def are_boundaries_free(self) -> bool:
-        """Whether the lookup thread is done with the boundaries. Until then nothing can be saved."""
-        return self.attempt.lookup is None or self.attempt.lookup.is_walked
+        """Whether the boundaries have chain values, and the lookup thread is done with them. Until then nothing can be
+        saved."""
+        return self.boundaries.is_named and (self.attempt.lookup is None or self.attempt.lookup.is_walked)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether it is saved for another engine, up to the end of its prompt, which was shortened for that."""
+        return self.is_prefill and self.may_save and self.request.num_prompt_tokens < self.prompt_tokens
 
     def half(self, role: Role, *, holds_beginnings: bool = True) -> Half:
         """This engine's half of the receipt: the account of the current attempt, as far as it is known."""

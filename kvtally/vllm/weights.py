@@ -59,6 +59,18 @@ class Version(NamedTuple):
     def key(self) -> str:
         return "-".join(map(str, self))
 
+    def is_settled(self, now_ns: int) -> bool:
+        """Whether the next change cannot look like this one."""
+        return max(self.written_ns, self.changed_ns) < now_ns - SETTLED_NS
+
+
+def digest_of(files: Sequence[Path]) -> str:
+    """One digest of several files: of their names and every byte."""
+    state = blake3()
+    for path, digest in zip(files, file_digests(files), strict=True):
+        state.update(f"{path.name}\0{digest}\0".encode())
+    return state.hexdigest(length=16)
+
 
 def file_digests(files: Sequence[Path], directory: Path | None = None) -> list[str]:
     """The digest of each file's bytes. They are remembered in `directory`, or where XDG wants caches."""
@@ -84,16 +96,12 @@ def _learn(known: dict[str, str], files: Sequence[Path], versions: Sequence[Vers
     for (key, (path, version)), digest in zip(missing.items(), digests, strict=True):
         if Version.of(path) != version:
             raise IncompatibleError(
-                f"the model's weights cannot be identified: {path.name} changed while it was read",
+                f"weights cannot be identified: {path.name} changed while it was read",
                 remedy="Start the engine when its files are complete.",
                 code="KV-208",
             )
         known[key] = digest
-    settled = {
-        key
-        for key, (_, version) in missing.items()
-        if max(version.written_ns, version.changed_ns) < begun_ns - SETTLED_NS
-    }
+    settled = {key for key, (_, version) in missing.items() if version.is_settled(begun_ns)}
     if settled:
         _keep({key: digest for key, digest in known.items() if key not in missing or key in settled}, directory)
 

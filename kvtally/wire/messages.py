@@ -54,6 +54,7 @@ class MissReason(StrEnum):
     NO_GAIN = "no_gain"  # too short: one token, which is always computed, or computed before a load could begin
     UNASKED = "unasked"  # nobody knows: a tier or store that may have it could not be asked
     PEER_LOST = "peer_lost"  # the store that has it cannot be reached, or went away while it was read
+    UNKNOWN_ADAPTER = "unknown_adapter"  # nobody knows yet, or any more, which bytes the request's adapter has
 
 
 # ---- handshake

@@ -34,6 +34,7 @@ PICKLES = ("pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve")
 MAY_CATCH_ALL = {
     ("kvtally.store.mover", "_outcome"),
     ("kvtally.vllm.connector", "guarded"),
+    ("kvtally.vllm.adapters", "_run"),
     ("kvtally.vllm.lookup_thread", "_run"),
     ("kvtally.vllm.worker", "_run"),
     ("kvtally.vllm.worker", "_turn"),

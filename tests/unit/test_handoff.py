@@ -1,8 +1,9 @@
-"""Hand-offs without vLLM: what a router may write, and how decode's lookup waits for what prefill promised."""
+"""Hand-offs without vLLM: what a router may write, and how decode's lookup waits, at a real store, for what prefill
+promised. What it asks for, message by message, is in test_promises.
+"""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from kvtally.vllm.handoff import handoff_of, shorten_for_prefill
 from kvtally.vllm.lookup_thread import LookupAnswer, LookupThread, PromptLookup
 from kvtally.wire.messages import MissReason, PutObject, PutStatus
 from tests.unit.shell import Bench
-from tests.waiting import HANG_S, HOUR_S, Clock, eventually
+from tests.waiting import HOUR_S, eventually
 
 CHUNK = 64
 FULL, STATE = 0, 1
@@ -234,27 +235,6 @@ def test_the_wait_ends_when_prefill_withdraws_its_promise(
     assert not isinstance(prefill.file_receipt("t", withdrawn).wait(), Miss)
     found = answer(lookup)
     assert (found.end_tokens, found.reason) == (128, MissReason.ARENA_FULL)
-
-
-def test_who_waits_long_asks_ever_more_seldom(lookups: LookupThread, prefill: CopyingClient, clock: Clock) -> None:
-    told = handoff(prefill)
-    clock.stop()
-    lookup = ask(lookups, told)
-    asked_ms = []
-    for now_ms in range(200):
-        turns(lookups)
-        eventually(lambda: lookup.call is None)  # it was answered, and the next one is not due yet
-        asked_ms += [now_ms] * (answered(prefill) - len(asked_ms))
-        clock.forward(0.001)
-    assert asked_ms == [0, 3, 9, 21, 45, 93, 141, 189]
-
-
-def turns(lookups: LookupThread) -> None:
-    """Until its thread has looked at everything once."""
-    for _ in range(2):
-        came_to_it = threading.Event()
-        lookups._commands.put(lambda client, done=came_to_it: done.set())  # type: ignore[misc]
-        assert came_to_it.wait(HANG_S)
 
 
 def test_without_a_handoff_nobody_waits(lookups: LookupThread, prefill: CopyingClient) -> None:

@@ -1,19 +1,16 @@
-"""What names KV cache beside the tokens: weights, what is said of their use, adapters, multimodal items."""
+"""What names KV cache beside the tokens: weights, what is said of their use, multimodal items."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvtally.vllm import identity as identity_module
 from kvtally.vllm.boundaries import Boundaries, extras_of
-from kvtally.vllm.identity import Adapter, Adapters, is_length_decisive, model_identity, override_digest
+from kvtally.vllm.identity import is_length_decisive, model_identity, override_digest
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -127,65 +124,6 @@ def test_a_folder_may_be_where_we_are(tmp_path: Path, monkeypatch: pytest.Monkey
     assert model_identity(".", None) == model_identity(str(here), None)
 
 
-# ---- adapters
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "lora"
-    folder.mkdir()
-    (folder / "adapter_model.safetensors").write_bytes(b"1" * 100)
-    return folder
-
-
-def lora(path: Path | str, *, name: str = "sql") -> Any:
-    return SimpleNamespace(lora_name=name, lora_path=str(path))
-
-
-def retrain(folder: Path) -> None:
-    weights = folder / "adapter_model.safetensors"
-    before_ns = weights.stat().st_mtime_ns
-    weights.write_bytes(b"2" * 100)
-    os.utime(weights, ns=(before_ns + 1, before_ns + 1))
-
-
-def test_an_adapter_retrained_in_its_folder_is_another_one_after_a_restart(folder: Path) -> None:
-    before = Adapters().adapter(lora(folder))
-    assert Adapters().adapter(lora(folder)) == before
-    (folder / "training.log").write_text("goes on")
-    assert Adapters().adapter(lora(folder)) == before
-    retrain(folder)
-    after = Adapters().adapter(lora(folder))
-    assert after.identity != before.identity
-    assert not after.is_mixed
-
-
-def test_an_adapter_whose_files_change_under_an_engine_is_a_mixture_from_then_on(folder: Path) -> None:
-    """vLLM may read them again whenever it had let go of it: nobody knows what it computes with."""
-    adapters = Adapters()
-    assert [adapters.adapter(lora(folder)).is_mixed for _ in range(2)] == [False, False]
-    retrain(folder)
-    assert [adapters.adapter(lora(folder)).is_mixed for _ in range(2)] == [True, True]
-    shutil.rmtree(folder)
-    assert adapters.adapter(lora(folder)).is_mixed
-    assert not adapters.adapter(lora(folder, name="another")).is_mixed
-
-
-@pytest.mark.parametrize("path", ["someone/adapter", "~nobody-of-this-name/x", "x" * 5000, "a\0b"])
-def test_adapters_without_a_folder(path: str) -> None:
-    assert Adapters().adapter(lora(path)) == Adapters().adapter(lora(path))
-    assert Adapters().adapter(lora(path)).identity != Adapters().adapter(lora("someone/another")).identity
-    assert Adapters().adapter(None) == Adapter("", is_mixed=False)
-
-
-def test_adapters_are_forgotten_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity_module, "MOST_ADAPTERS", 2)
-    adapters = Adapters()
-    for number in (1, 2, 1, 3):
-        adapters.adapter(lora(f"someone/{number}"))
-    assert [path for _, path in adapters._known] == ["someone/1", "someone/3"]
-
-
 # ---- multimodal items
 
 
@@ -202,13 +140,13 @@ def test_images_that_come_later_in_a_streaming_input_name_what_follows() -> None
 
     def session(image: str) -> list[bytes]:
         request = asked()
-        path = Boundaries(64, extras_of(request, ""))
+        path = Boundaries(64, extras_of(request, None))
         path.extend(tokens, 64)
         request.mm_features.append(item(image, 70))  # as vLLM does it with the next part
         path.extend(tokens, 192)
         return path.chains
 
-    whole = Boundaries(64, extras_of(asked(item("cat", 70)), ""))
+    whole = Boundaries(64, extras_of(asked(item("cat", 70)), None))
     whole.extend(tokens, 192)
     cat, dog = session("cat"), session("dog")
     assert cat == whole.chains

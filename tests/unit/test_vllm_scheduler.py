@@ -24,7 +24,7 @@ from kvtally.testing.models import RECIPES, Recipe
 from kvtally.wire.messages import Found, Staged
 from tests.unit.early_kit import CHUNK, DENSE, Asked, lookups, request, save, scheduler_half, step, store
 from tests.unit.shell import Bench
-from tests.waiting import Clock
+from tests.waiting import Clock, eventually
 
 __all__ = ["lookups", "store"]  # fixtures
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -558,22 +558,119 @@ def test_a_state_that_was_loaded_is_not_saved_again(half: Callable[..., Any]) ->
 # ---- adapters
 
 
-def test_an_adapter_that_was_replaced_is_neither_read_nor_saved(half: Callable[..., Any], tmp_path: Path) -> None:
+def adapted(name: str, folder: Path, **changes: Any) -> Any:
     from vllm.lora.request import LoRARequest
 
-    scheduler = half(FULL)
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"1" * 100)
-    scheduler.on_new_request(request("first", lora_request=LoRARequest("sql", 1, str(tmp_path))))
-    scheduler.on_new_request(request("second", lora_request=LoRARequest("sql", 1, str(tmp_path))))
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"2" * 200)
+    return request(name, lora_request=LoRARequest("sql", 1, str(folder)), **changes)
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_model.safetensors").write_bytes(b"1" * 100)
+    return tmp_path / "lora"
+
+
+def test_requests_with_an_adapter_are_saved_under_its_name(
+    half: Callable[..., Any], filed: Filed, adapter: Path, tmp_path: Path
+) -> None:
+    """And those of another engine, which has it elsewhere, under the same."""
+    copied = Path(shutil.copytree(adapter, tmp_path / "copied"))
+    saved = []
+    for folder in (adapter, copied):
+        scheduler = half(FULL)
+        asked = adapted("r", folder)
+        scheduler.on_new_request(asked)
+        assert found(scheduler, asked) == (0, False)
+        saved.append(chains_saved(scheduler, "r"))
+        scheduler.stop()
+    assert saved[0] == saved[1]
+    bare = half(FULL)
+    assert asks(bare, "r") == 0
+    assert not set(saved[0]) & set(chains_saved(bare, "r"))
+    assert len(saved[0]) == 4
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_an_adapter_without_a_name_is_neither_read_nor_saved(
+    half: Callable[..., Any], lookups: Asked, filed: Filed, adapter: Path, is_known: bool
+) -> None:
+    """Its files were replaced under this engine; or they are being read, and the wait for that is over."""
+    from vllm.v1.request import RequestStatus
+
+    from kvtally.vllm.adapters import Adapter
+    from kvtally.vllm.counters import MISSES
+
+    scheduler, unnamed = half(FULL), Adapter("" if is_known else None)
+    scheduler._adapters.adapter = lambda lora: unnamed
     ticket = {"kvtally": {"ticket": "t", "role": "prefill"}}
-    replaced = request("replaced", lora_request=LoRARequest("sql", 1, str(tmp_path)), kv_transfer_params=ticket)
-    scheduler.on_new_request(replaced)
-    tracks = scheduler._requests
-    assert [tracks[name].may_save for name in ("first", "second", "replaced")] == [True, True, False]
-    assert tracks["replaced"].is_opaque
-    assert tracks["second"].boundaries._extras == tracks["first"].boundaries._extras
-    assert replaced.num_prompt_tokens == 200  # nothing is handed over
+    for asked in (adapted("plain", adapter), adapted("prefill", adapter, kv_transfer_params=ticket)):
+        scheduler.on_new_request(asked)
+        scheduler.policy.step_launched(0)
+        if not is_known:
+            assert scheduler.matched_tokens(asked, 0) == (None, False)
+            lookups.asked[-1].deadline_ns = 0
+            eventually(lambda: lookups.asked[-1].answer is not None)
+        assert found(scheduler, asked) == (0, False)
+        assert chains_saved(scheduler, asked.request_id) == []
+        asked.status = RequestStatus.FINISHED_STOPPED
+        told = scheduler.finished(asked, [list(range(1, 14))])
+        assert (told.reason, told.saved_tokens) == ("unknown_adapter", 0) if asked.kv_transfer_params else told is None
+    assert [half.reason for half in filed] == ["unknown_adapter"] * 2
+    assert scheduler.counters.counts[MISSES.name] == {"unknown_adapter": 2}
+    assert not scheduler.saves.is_busy
+    unnamed.identity = ""  # for the thread, which would wait for it
+
+
+# ---- stores of other machines
+
+
+def handed(deliver: str, **changes: Any) -> Any:
+    told = {"ticket": "t", "role": "prefill", "source": "tcp://10.0.0.9:7400", "deliver": deliver}
+    return request("r", kv_transfer_params={"kvtally": told}, **changes)
+
+
+def test_a_handoff_says_where_its_store_is(half: Callable[..., Any], lookups: Asked, filed: Filed) -> None:
+    from vllm.v1.request import RequestStatus
+
+    scheduler, asked = half(FULL), handed("tcp://10.0.0.8:7400")
+    scheduler.on_new_request(asked)
+    assert found(scheduler, asked) == (0, False)
+    assert lookups.asked[0].deliver == "tcp://10.0.0.8:7400"
+    assert lookups.asked[0].handoff.source == "tcp://10.0.0.9:7400"
+    asked.num_computed_tokens = asked.num_prompt_tokens
+    asked.status = RequestStatus.FINISHED_STOPPED
+    lookups.address = "tcp://10.0.0.7:7400"
+    told = scheduler.finished(asked, [list(range(1, 14))])
+    assert (told.address, told.saved_tokens) == ("tcp://10.0.0.7:7400", 199)
+
+
+def test_what_is_not_saved_is_offered_to_nobody(half: Callable[..., Any], lookups: Asked) -> None:
+    for settings, changes in (({"may_save": False}, {}), ({}, {"skip_reading_prefix_cache": True})):
+        scheduler, asked = half(FULL, **settings), handed("tcp://10.0.0.8:7400", **changes)
+        scheduler.on_new_request(asked)
+        scheduler.policy.step_launched(0)
+        assert scheduler.policy._lookup(scheduler._requests["r"]).deliver == ""
+
+
+def test_an_engine_that_only_saves_has_its_prompts_offered_too(
+    half: Callable[..., Any], lookups: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvtally.vllm.counters import MISSES
+
+    walk, walked = lookups.walk, []
+    monkeypatch.setattr(lookups, "walk", lambda lookup: walked.append(lookup) or walk(lookup))
+    scheduler, asked = half(FULL, reads=False), handed("tcp://10.0.0.8:7400")
+    scheduler.on_new_request(asked)
+    assert found(scheduler, asked) == found(scheduler, asked) == (0, False)
+    assert [(lookup.deliver, lookup.is_walked) for lookup in walked] == [("tcp://10.0.0.8:7400", True)]
+    assert lookups.asked == []
+    assert scheduler.counters.counts == {MISSES.name: {"refused": 1}}
+    assert chains_saved(scheduler, "r")
+
+
+# ---- images
 
 
 def test_what_has_images_that_are_only_counted_is_neither_read_nor_saved(
