@@ -293,6 +293,32 @@ def test_reads_while_writing(kit: Kit) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_nothing_is_written_to_a_target_after_its_read_has_ended(kit: Kit, is_given_up: bool) -> None:
+    """However it ended: by then the space is somebody else's."""
+    tier = kit.open()
+    records = [put(tier, number, Random(number).randbytes(MIB // 2)) for number in range(3)]
+    target = views(bytes(records[0].length_bytes), [1000, 300_000])
+
+    def landed(part: memoryview) -> None:
+        if is_given_up:
+            raise TierError("enough", remedy="None.")
+
+    if is_given_up:
+        assert code_of(lambda: tier.read(records[0], target, landed)) == "KV-600"
+    else:
+        tier.read(records[0], target, landed)
+    assert any(b"".join(target))  # something had been written
+    for view in target:
+        view[:] = bytes(len(view))
+    for record in records[1:]:
+        get(tier, record)
+    put(tier, 10, b"x" * 100_000)
+    tier.remove([records[0].key])
+    tier.close()
+    assert not any(b"".join(target))
+
+
 def test_close_twice(kit: Kit) -> None:
     tier = kit.open()
     put(tier, 1, b"data")
