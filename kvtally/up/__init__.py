@@ -1,4 +1,5 @@
-"""`kvtally up`: a store, engines and a router on this machine, from one file. `cli.up` is its command.
+"""`kvtally up`: stores, engines and a router, from one file, on this machine or on several. `cli.up` is its command.
 
-file (YAML → Deployment) ─▶ plan (Deployment → processes; pure) ─▶ host (can it run here?) ─▶ supervise ─▶ guard
+document (YAML, as written) ─▶ file (a Deployment: one machine's part) ─▶ plan (its processes; pure)
+                                                     ─▶ host (can it run here?) ─▶ supervise ─▶ guard
 """

@@ -1,7 +1,8 @@
 """Can this machine run the plan? Asked before anything is started, so that a wrong file costs a second, not minutes.
 
-Owns the questions to the system: GPUs, vLLM, the model's files, ports, the store's socket; and the probe that tells
-whether a process is ready. Neighbours: `plan` (gets a Host), `supervise` (asks `answers`). Blocking, with deadlines.
+Owns the questions to the system: which node this is, GPUs, vLLM, the model's files, ports, the store's socket; and the
+probe that tells whether a process is ready. Neighbours: `plan` (gets a Host), `supervise` (asks `answers`). Blocking,
+with deadlines.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from pathlib import Path
 from kvtally.client import Miss, StoreClient
 from kvtally.config.sizes import available_memory_bytes
 from kvtally.errors import ConfigError
-from kvtally.up.file import Deployment
+from kvtally.up.document import Document
+from kvtally.up.file import Deployment, check_node
 from kvtally.up.plan import Host, Process
 
 PROBE_S = 2.0
+OWN_ADDRESSES = "`hostname -I` shows this one's"
 _OFFLINE = ("1", "on", "yes", "true")
 direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy cannot reach our loopback interface
 
@@ -44,6 +47,54 @@ def this_host(environ: Mapping[str, str], root: Path = Path("/")) -> Host:
     )
 
 
+def this_node(document: Document, named: str | None, path: Path) -> str:
+    """Which node this machine is: the named one, else the only one with an address of this machine; empty if the file
+    names none. Raises ConfigError if that cannot be."""
+    mine = [name for name, node in document.nodes.items() if is_here(node.address)]
+    if named is not None:
+        check_node(document, named, path)
+        if named and named not in mine:
+            hint = f"this machine has that of node {mine[0]}: --node {mine[0]}" if mine else OWN_ADDRESSES
+            raise ConfigError(
+                f"node {named}'s address, {document.nodes[named].address}, is not one of this machine's",
+                remedy=f"Start node {named} on the machine that has it; {hint}.",
+                code="KV-102",
+            )
+        return named
+    if len(mine) == 1 or not document.nodes:
+        return "".join(mine)
+    if mine:
+        raise ConfigError(
+            f"the addresses of several nodes are this machine's: {', '.join(mine)}",
+            remedy=f"Name the one to run: --node {mine[0]}.",
+            code="KV-102",
+        )
+    there = ", ".join(f"{name} {node.address}" for name, node in document.nodes.items())
+    raise ConfigError(
+        f"this machine has the address of none of the file's nodes: {there}",
+        remedy=f"Run this on one of them, or correct `address` in the file; {OWN_ADDRESSES}.",
+        code="KV-102",
+    )
+
+
+def is_here(address: str) -> bool:
+    """Whether an address, or what a name stands for, is one of this machine's."""
+    try:
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_can_listen(family, target) for family, _, _, _, target in found)
+
+
+def _can_listen(family: socket.AddressFamily, target: tuple[object, ...]) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(target)
+        except OSError:
+            return False
+    return True
+
+
 def check(deployment: Deployment, processes: Sequence[Process], environ: Mapping[str, str]) -> None:
     """Raise ConfigError for anything that would fail later. Starts nothing, changes nothing."""
     if importlib.util.find_spec("vllm") is None:
@@ -54,8 +105,8 @@ def check(deployment: Deployment, processes: Sequence[Process], environ: Mapping
         )
     _check_model(deployment.model, environ)
     for process in processes:
-        if process.port:
-            _check_port(process)
+        for port in process.ports:
+            _check_port(process, port)
     is_there = answers(deployment.socket, 0.3)
     if deployment.starts_store and is_there:
         raise ConfigError(
@@ -63,7 +114,7 @@ def check(deployment: Deployment, processes: Sequence[Process], environ: Mapping
             remedy=f"Use it: `store: {deployment.socket}`; or stop it; or choose another: `store: {{socket: ...}}`.",
             code="KV-104",
         )
-    if not deployment.starts_store and not is_there:
+    if deployment.pools and not deployment.starts_store and not is_there:
         raise ConfigError(
             f"no store answers at {deployment.socket}, which the file names",
             remedy="Start it, or write `store: {socket: ...}` to have one started.",
@@ -112,14 +163,14 @@ def _default_cache(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface")
 
 
-def _check_port(process: Process) -> None:
+def _check_port(process: Process, port: int) -> None:
     try:
-        with socket.create_server((process.host.strip("[]"), process.port), family=_family(process.host)):
+        with socket.create_server((process.host.strip("[]"), port), family=_family(process.host)):
             return
     except OSError as error:
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
         raise ConfigError(
-            f"port {process.port} on {process.host}, for {process.name}, {reason}",
+            f"port {port} on {process.host}, for {process.name}, {reason}",
             remedy=f"Stop the process that uses it, or choose another in the file: `{process.part}: {{port: ...}}`.",
             code="KV-102",
         ) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,22 +17,25 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kvtally.up.host import answers
 from kvtally.up.plan import Process
 from kvtally.up.supervise import Row, State, Supervisor
 
 REFRESH_S = 0.5
+AWAIT_S = 1.0  # between two looks at engines on other machines
 _STYLE = {State.READY: "green", State.STARTING: "yellow", State.PAUSING: "yellow", State.FAILED: "red"}
 
 
-async def keep(processes: Sequence[Process], logs: Path) -> None:
-    """Run the processes until a signal. Raises TransportError if one fails for good."""
+async def keep(processes: Sequence[Process], logs: Path, *, router_node: str = "") -> None:
+    """Run the processes until a signal. Raises TransportError if one fails for good. `router_node` is where the router
+    is, if another machine has it."""
     console = Console(markup=False, highlight=False)
     supervisor = Supervisor(processes, logs, tell=lambda line: _say(console, line))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # under `nohup` it stays ignored
             loop.add_signal_handler(number, supervisor.stop)
-    shows = [asyncio.create_task(_greet(console, supervisor, processes[-1].url))]
+    shows = [asyncio.create_task(_greet(console, supervisor, processes[-1], router_node))]
     if console.is_terminal:
         shows.append(asyncio.create_task(_show(console, supervisor)))
     try:
@@ -43,9 +46,30 @@ async def keep(processes: Sequence[Process], logs: Path) -> None:
         await asyncio.wait(shows)
 
 
-async def _greet(console: Console, supervisor: Supervisor, url: str) -> None:
+async def _greet(console: Console, supervisor: Supervisor, last: Process, router_node: str) -> None:
     await supervisor.ready.wait()
-    _say(console, f"ready: {url}/v1 · prove it: kvtally verify {url} · stop: Ctrl-C")
+    if router_node:
+        _say(console, f"ready: this node's part; the way in is the router, on node {router_node} · stop: Ctrl-C")
+        return
+    await _others(console, last.awaits)
+    _say(console, f"ready: {last.url}/v1 · prove it: kvtally verify {last.url} · stop: Ctrl-C")
+
+
+async def _others(console: Console, awaits: Mapping[str, str]) -> None:
+    """Wait for the engines of other machines, and say which are still missing whenever that changes. The router serves
+    meanwhile, with those that are there."""
+    told: list[str] = []
+    while True:
+        answered = await asyncio.gather(*(asyncio.to_thread(answers, health) for health in awaits.values()))
+        missing = [f"{name} ({health})" for (name, health), ok in zip(awaits.items(), answered, strict=True) if not ok]
+        if not missing:
+            return
+        if missing != told:
+            _say(
+                console, f"router: waits for {', '.join(missing)}; start those nodes, too: kvtally up FILE --node NAME"
+            )
+        told = missing
+        await asyncio.sleep(AWAIT_S)
 
 
 async def _show(console: Console, supervisor: Supervisor) -> None:

@@ -2,6 +2,7 @@
 
     stage 0  store                      stage 1  engines, all at once                      stage 2  router
 
+Where the file names several machines, this is the part of one of them; the router is on one, with the engines of all.
 Owns commands, ports, the sharing of GPUs (or of cores and memory, where there are none) and the pace of restarts.
 Neighbours: `file` (what was asked for), `supervise` (carries it out), `cli.up` (prints it).
 """
@@ -12,14 +13,15 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from math import prod
+from typing import NamedTuple
 
 import msgspec
 
 from kvtally.config.units import split_address
 from kvtally.errors import ConfigError
-from kvtally.up.file import Argument, Deployment, Pool, Role, Scalar
+from kvtally.up.document import Argument, Pool, Role, Scalar
+from kvtally.up.file import LOOPBACK, Deployment, Node, bracketed
 
-LOOPBACK = "127.0.0.1"
 FIRST_PORT = {Role.PREFILL: 8100, Role.DECODE: 8200, Role.PLAIN: 8300}
 STORE_START_S, ROUTER_START_S = 300.0, 60.0  # a store first reads its disk's journal
 # What `vllm serve` runs; that command itself needs a distribution named vllm.
@@ -60,8 +62,10 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     stage: int  # started when every process of the stages before it is ready
     argv: list[str]
     env: dict[str, str] = {}
-    host: str = ""
+    host: str = ""  # as it stands in a URL
     port: int = 0  # 0: none
+    bulk_port: int = 0  # of a store that others pull from; 0: none
+    awaits: dict[str, str] = {}  # of a router: the health addresses of engines on other machines, by name
     health: str  # ready when this answers: an HTTP address, or the socket of a store
     start_timeout_s: float
 
@@ -69,12 +73,17 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
 
+    @property
+    def ports(self) -> list[int]:
+        return [port for port in (self.port, self.bulk_port) if port]
+
 
 def plan(deployment: Deployment, host: Host) -> list[Process]:
-    """The processes, in the order they start. Raises ConfigError if this cannot work on a machine like this."""
-    engines = _engines(deployment, host)
+    """The processes of one machine, in the order they start. Raises ConfigError if this cannot work on a machine like
+    this."""
     store = [_store(deployment, host)] if deployment.starts_store else []
-    processes = [*store, *engines, _router(deployment, host, engines)]
+    router = [_router(deployment, host)] if deployment.runs_router else []
+    processes = [*store, *_engines(deployment, host), *router]
     _check_ports(processes)
     return processes
 
@@ -104,6 +113,8 @@ def pause_s(lives_s: Sequence[float]) -> float | None:
 
 
 def _store(deployment: Deployment, host: Host) -> Process:
+    has_peers = bool(deployment.node.name)
+    port, bulk_port = _store_ports(deployment.store) if has_peers else (0, 0)
     return Process(
         name="store",
         part=Part.STORE,
@@ -112,22 +123,30 @@ def _store(deployment: Deployment, host: Host) -> Process:
             *(host.python, "-m", "kvtally", "store", "--socket", deployment.socket),
             *_flags(deployment.store),
         ],
+        host=deployment.node.host if has_peers else "",
+        port=port,
+        bulk_port=bulk_port,
         health=deployment.socket,
         start_timeout_s=STORE_START_S,
     )
 
 
+def _store_ports(store: Mapping[str, str | bool]) -> tuple[int, int]:
+    """Where a store that has peers listens: for messages, and for bytes."""
+    port = split_address(str(store["tcp"])).port
+    return port, split_address(str(store["bulk"])).port if "bulk" in store else port + 1
+
+
 def _engines(deployment: Deployment, host: Host) -> list[Process]:
     gpus = _share_gpus(deployment, host)
     count = sum(pool.count for pool in deployment.pools.values())
+    node = deployment.node
     processes = []
     for role, pool in deployment.pools.items():
         arguments = _arguments(deployment, pool)
         own = {name: _text(value) for name, value in {**deployment.env, **pool.env}.items()}
-        for index in range(pool.count):
-            name = f"{role}-{index}"
+        for name, port in _numbered(role, pool):
             given = {"CUDA_VISIBLE_DEVICES": gpus[name]} if name in gpus else _cpu_share(host, count, arguments)
-            port = (pool.port or FIRST_PORT[role]) + index
             processes.append(
                 Process(
                     name=name,
@@ -135,30 +154,52 @@ def _engines(deployment: Deployment, host: Host) -> list[Process]:
                     stage=1,
                     argv=[
                         *(host.python, "-m", ENGINE_MODULE, "--model", deployment.model),
-                        *("--host", LOOPBACK, "--port", str(port)),
+                        *("--host", node.address, "--port", str(port)),
                         *("--kv-transfer-config", _transfer(deployment)),
                         *_flags(arguments),
                     ],
                     env={**given, **own},
-                    host=LOOPBACK,
+                    host=node.host,
                     port=port,
-                    health=f"http://{LOOPBACK}:{port}/health",
+                    health=f"http://{node.host}:{port}/health",
                     start_timeout_s=deployment.start_timeout_s,
                 )
             )
     return processes
 
 
-def _router(deployment: Deployment, host: Host, engines: Sequence[Process]) -> Process:
+def _numbered(role: Role, pool: Pool) -> Iterator[tuple[str, int]]:
+    """The name and the port of each engine of a role."""
+    for index in range(pool.count):
+        yield f"{role}-{index}", (pool.port or FIRST_PORT[role]) + index
+
+
+class _Instance(NamedTuple):
+    """An engine as the router sees it."""
+
+    role: Role
+    name: str
+    url: str
+    store: str
+
+
+def _instances(nodes: Sequence[Node]) -> Iterator[_Instance]:
+    for node in nodes:
+        for role, pool in node.pools.items():
+            for name, port in _numbered(role, pool):
+                yield _Instance(role, f"{name} of node {node.name}", f"http://{node.host}:{port}", node.store)
+
+
+def _router(deployment: Deployment, host: Host) -> Process:
     listen, port = split_address(deployment.listen)
-    reached = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(listen, listen)
-    reached = f"[{reached}]" if ":" in reached else reached
+    reached = bracketed({"0.0.0.0": LOOPBACK, "::": "::1"}.get(listen, listen))
     instances = [
         word
-        for engine in engines
+        for each in _instances(deployment.nodes)
         # To a router, engines that do both are decode engines without prefill.
-        for word in ("--prefill" if engine.part is Part.PREFILL else "--decode", _instance(engine, deployment.socket))
+        for word in ("--prefill" if each.role is Role.PREFILL else "--decode", f"{each.url},store={each.store}")
     ]
+    others = [node for node in deployment.nodes if node is not deployment.node]
     return Process(
         name="router",
         part=Part.ROUTER,
@@ -171,14 +212,11 @@ def _router(deployment: Deployment, host: Host, engines: Sequence[Process]) -> P
         ],
         host=reached,
         port=port,
+        awaits={each.name: f"{each.url}/health" for each in _instances(others)},
         # Not /health, which fails while engines are down: `up` would kill a router that only waits for them.
         health=f"http://{reached}:{port}/instances",
         start_timeout_s=ROUTER_START_S,
     )
-
-
-def _instance(engine: Process, socket: str) -> str:
-    return f"{engine.url},store={socket}"
 
 
 def _transfer(deployment: Deployment) -> str:
@@ -217,13 +255,14 @@ def _text(value: Scalar) -> str:
 def _check_ports(processes: Sequence[Process]) -> None:
     taken: dict[int, str] = {}
     for process in processes:
-        if process.port > 65_535:
-            raise _unusable(f"{process.name} would have port {process.port}", "Choose a lower first port.")
-        if process.port and (other := taken.setdefault(process.port, process.name)) != process.name:
-            raise _unusable(
-                f"{other} and {process.name} would both have port {process.port}",
-                "Choose other ports: router: {listen: ...}, prefill: {port: ...}, decode: {port: ...}.",
-            )
+        for port in process.ports:
+            if port > 65_535:
+                raise _unusable(f"{process.name} would have port {port}", "Choose a lower first port.")
+            if (other := taken.setdefault(port, process.name)) != process.name:
+                raise _unusable(
+                    f"{other} and {process.name} would both have port {port}",
+                    "Choose other ports: router: {listen: ...}, prefill: {port: ...}, decode: {port: ...}.",
+                )
 
 
 # ---- what the engines share

@@ -20,7 +20,8 @@ import yaml
 from kvtally.cli import main as cli
 from kvtally.errors import ConfigError
 from kvtally.processes import free_ports
-from kvtally.up.file import Deployment, Role, parse, read
+from kvtally.up.document import Role
+from kvtally.up.file import Deployment, parse, read
 from kvtally.up.host import answers, check, this_host
 from kvtally.up.plan import (
     GOOD_LIFE_S,
