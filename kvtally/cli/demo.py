@@ -3,10 +3,13 @@
     demo ──▶ tiny hybrid model, made on the spot ──▶ kvtally up ──▶ store, prefill, decode, router
       └────▶ requests through the router; kill -9; a flipped byte ──▶ one row each: receipt, answer, what it proves
 
+With `--nodes 2` prefill and decode have a store each, as on two machines: `kvtally up --node a` and `--node b`.
+
 Each answer is compared with what decode's engine says when it reuses nothing, computed by the same arithmetic (for a
 prompt that was handed over, the engine's own continuation; see `testing.deployment`). If a step does not prove what it
 should, the exit code is 1. Nothing is left behind: `kvtally up` ends with this process, and all files are in one
-temporary directory. Only the logs of a failed demo are kept. Threading: none.
+temporary directory. Only the logs of a failed demo are kept. Threading: none, but for a request during which something
+happens to a store.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,22 +38,36 @@ from kvtally.client import Miss
 from kvtally.core.receipts import Verdict
 from kvtally.errors import ConfigError, TransportError
 from kvtally.processes import workplace
-from kvtally.testing.deployment import Answer, Deployment
+from kvtally.testing.deployment import Answer, Deployment, TwoNodes, family
 from kvtally.testing.models import GDN, tiny_models
 
 PROMPT_TOKENS = 1_500
 
-INTRODUCTION = (
+ENGINES = (
     "Two real vLLM servers on this machine's CPU, one for prefill and one for decode, with a tiny hybrid model (gated "
-    "delta-net states beside attention) made on the spot from random weights; a store and a router. Every answer is "
-    "compared, token by token, with what decode's engine says when it reuses nothing."
+    "delta-net states beside attention) made on the spot from random weights; "
 )
-SUMMARY = (
-    "Prefill computed each prompt once; decode computed one token of it and went on, with the answer it would have "
+COMPARED = " Every answer is compared, token by token, with what decode's engine says when it reuses nothing."
+INTRODUCTION = {
+    1: f"{ENGINES}a store and a router.{COMPARED}",
+    2: f"{ENGINES}each with a store of its own, on 127.0.0.2 and 127.0.0.3; a router. The stores share nothing: as on "
+    f"two machines, decode's pulls from prefill's over TCP.{COMPARED}",
+}
+SUMMARY = {
+    1: "Prefill computed each prompt once; decode computed one token of it and went on, with the answer it would have "
     "given alone. Every response said so, and said why where it was not so.",
+    2: "Prefill computed each prompt once; decode's store pulled it from prefill's, and decode computed one token. "
+    "What could not be pulled, or was not what it should be, decode computed itself. Each answer is the one it would "
+    "have given alone, and each response says where the prompt came from.",
+}
+NEXT = (
     "Next: `kvtally up FILE.yaml` runs your own model (see examples/), `kvtally verify URL` puts a running deployment "
-    "through this, `kvtally receipts` lists what was reused. docs/router.md explains verdicts.",
+    "through this, `kvtally receipts` lists what was reused. docs/router.md explains verdicts."
 )
+LAST = {
+    1: "The same across two stores, as on two machines: kvtally demo --nodes 2",
+    2: "On two real machines: kvtally up nodes.yaml --node NAME on each (examples/nodes.yaml)",
+}
 
 
 class Row(Step, frozen=True, kw_only=True):
@@ -59,11 +77,19 @@ class Row(Step, frozen=True, kw_only=True):
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = parser(
+    command = parser(
         "demo",
         "See prefill and decode share a KV cache on this machine, without a GPU: two vLLM servers, a store, a router, "
         "and what each receipt proves. Two to five minutes.",
-    ).parse_args(arguments)
+    )
+    command.add_argument(
+        "--nodes",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="2: prefill and decode have a store each and share nothing, as on two machines (default: 1)",
+    )
+    options = command.parse_args(arguments)
     if find_spec("vllm") is None:
         raise ConfigError(
             "vLLM is not installed beside this kvtally",
@@ -71,11 +97,11 @@ def main(arguments: Sequence[str]) -> int:
             code="KV-106",
         )
     console = Console(stderr=options.json)
-    console.print(INTRODUCTION, highlight=False)
+    console.print(INTRODUCTION[options.nodes], highlight=False)
     begun = time.monotonic()
     with workplace("kvtally-demo-") as directory:
         try:
-            rows = _show(directory, console)
+            rows = _show(directory, console, options.nodes)
         except (TransportError, OSError, HTTPException) as error:
             what = error.message if isinstance(error, TransportError) else f"the demo broke off: {error!r}"
             raise TransportError(what, remedy=_kept_logs(directory)) from error
@@ -86,9 +112,11 @@ def main(arguments: Sequence[str]) -> int:
     else:
         console.print()
         console.print(_table(rows))
-        for paragraph in SUMMARY if is_proved(rows) else ("Not every step proved what it should.",):
+        good = (SUMMARY[options.nodes], NEXT)
+        for paragraph in good if is_proved(rows) else ("Not every step proved what it should.",):
             console.print(Text(paragraph), highlight=False)
         console.print(f"[dim]{seconds:.0f} s[/dim]")
+        console.print(LAST[options.nodes], highlight=False)
     if kept:
         console.print(kept, highlight=False, soft_wrap=True)
     return 0 if is_proved(rows) else 1
@@ -102,16 +130,16 @@ def _kept_logs(directory: Path) -> str:
     return f"The logs are kept in {kept}."
 
 
-def _show(directory: Path, console: Console) -> list[Row]:
+def _show(directory: Path, console: Console, nodes: int) -> list[Row]:
     with console.status("making the model"):
         [model] = tiny_models(directory / "models", [(GDN, 0)])
     disk = {"disk": str(directory / "disk"), "disk_size": "1GiB"}
-    up = Deployment(model, directory, store=disk)
+    up = TwoNodes(model, directory) if nodes == 2 else Deployment(model, directory, store=disk)
     try:
         with console.status("") as status:
             up.wait_ready(on_line=lambda line: status.update(f"starting: {line}"))
             rows = []
-            for row in play(up, lambda what: status.update(what)):
+            for row in _story(up, lambda what: status.update(what)):
                 rows.append(row)
                 mark = "[green]✓[/green]" if row.proved else "[red]✗[/red]"
                 console.print(f"{mark} {row.step}: [bold]{row.verdict}[/bold], {row.source}", highlight=False)
@@ -120,16 +148,16 @@ def _show(directory: Path, console: Console) -> list[Row]:
         up.close()
 
 
-# ---- the story
+def _story(up: Deployment, doing: Callable[[str], None]) -> Iterator[Row]:
+    return play_nodes(up, doing) if isinstance(up, TwoNodes) else play(up, doing)
+
+
+# ---- the story on one machine
 
 
 def play(up: Deployment, doing: Callable[[str], None]) -> Iterator[Row]:
     """Run the steps, in order."""
-    pick = random.Random(7)
-
-    def tokens(count: int) -> list[int]:
-        return [pick.randrange(10, 900) for _ in range(count)]
-
+    tokens = _dice()
     doing("asking decode alone, for what the answer must be")
     prompt, alone = up.continued(tokens(PROMPT_TOKENS - 1))
     computed = up.computed(prompt)
@@ -183,7 +211,7 @@ def play(up: Deployment, doing: Callable[[str], None]) -> Iterator[Row]:
     )
     doing("flipping bytes in the store's memory")
     up.forget(up.decode)
-    _flip(up)
+    _flip(up, up.socket)
     tampered = _Asked(up, prompt, computed)
     yield tampered.row(
         "a flipped byte",
@@ -191,6 +219,89 @@ def play(up: Deployment, doing: Callable[[str], None]) -> Iterator[Row]:
         verdict=Verdict.RECOMPUTED,
         is_proved=tampered.told["verdict"] == "recomputed:checksum",
     )
+
+
+# ---- the story on two
+
+
+def play_nodes(up: TwoNodes, doing: Callable[[str], None]) -> Iterator[Row]:
+    """Run the steps, in order."""
+    tokens = _dice()
+    doing("asking decode alone, for what the answer must be")
+    prompt, alone = up.continued(tokens(PROMPT_TOKENS - 1))
+    doing("prefill, then decode")
+    first = _Asked(up, prompt, alone)
+    yield first.row(
+        "prefill → decode",
+        "decode's store pulled the prompt from prefill's, and decode computed one token",
+        verdict=Verdict.PROVED,
+        is_proved=first.computed == 1 and first.source == f"peer:{len(prompt) - 1}",
+    )
+    turn = [*prompt, *first.answer.tokens, *tokens(60)]
+    following = _Asked(up, turn, None)
+    yield following.row(
+        "next turn",
+        "decode kept what it held; only the new part, and the state at its end, came from prefill's store",
+        verdict=Verdict.PROVED,
+        is_proved=following.computed == 1 and "peer:" in following.source,
+    )
+    doing("flipping bytes in the memory of prefill's store, before decode's pulls")
+    prompt = tokens(PROMPT_TOKENS)
+    tampered = _asked_while(up, prompt, up.computed(prompt), lambda: _flip(up, up.prefill_socket))
+    yield tampered.row(
+        "a flipped byte",
+        "what arrives is verified before it is used: decode computes the prompt, and says why",
+        verdict=Verdict.RECOMPUTED,
+        is_proved=tampered.told["verdict"] == "recomputed:checksum",
+    )
+    doing("kill -9 of prefill's store, before decode's pulls")
+    prompt = tokens(PROMPT_TOKENS)
+    alone = up.computed(prompt)
+    try:
+        lost = _asked_while(up, prompt, alone, lambda: _kill_prefill_store(up))
+    finally:
+        os.kill(up.pid, signal.SIGCONT)
+    yield lost.row(
+        "kill -9 of prefill's store",
+        "nobody waits for a store that is gone: decode computes the prompt, and says why",
+        verdict=Verdict.RECOMPUTED,
+        is_proved=lost.told["verdict"] == "recomputed:peer_lost",
+    )
+
+
+def _asked_while(up: TwoNodes, prompt: list[int], alone: Answer, happens: Callable[[], None]) -> _Asked:
+    """Ask, and let something happen after prefill has answered and before decode's store has pulled anything. Decode's
+    engine and its store are stopped until then."""
+    store, (_, *engine) = up.b.pid_of("store"), family(up.b.pid_of("decode-0"))  # its API server goes on: it is checked
+    stopped = [store, *engine]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            asked = pool.submit(_Asked, up, prompt, alone)
+            up.wait(lambda: asked.done() or up.requests_at(up.decode) > 0, "prefill does not answer")
+            happens()
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+        return asked.result()
+
+
+def _kill_prefill_store(up: TwoNodes) -> None:
+    """Kill it for as long as `kvtally up` is stopped, which would start it again."""
+    os.kill(up.pid, signal.SIGSTOP)
+    store = up.pid_of("store")
+    os.kill(store, signal.SIGKILL)
+    up.wait(lambda: not Path("/proc", str(store)).exists(), "prefill's store does not end")
+
+
+# ---- one request
+
+
+def _dice() -> Callable[[int], list[int]]:
+    """Random tokens, always the same ones."""
+    pick = random.Random(7)
+    return lambda count: [pick.randrange(10, 900) for _ in range(count)]
 
 
 class _Asked:
@@ -236,8 +347,9 @@ def _kill(up: Deployment, *names: str) -> None:
     up.wait_ready()
 
 
-def _flip(up: Deployment) -> None:
-    with up.store() as client:
+def _flip(up: Deployment, socket: str) -> None:
+    """Change a byte of every object in a store's memory."""
+    with up.store(socket) as client:
         if client.arena is not None:
             memory = np.frombuffer(client.arena.view(0, client.arena.size_bytes), dtype=np.uint8)
             memory[::4096] ^= 1

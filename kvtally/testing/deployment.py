@@ -1,6 +1,7 @@
-"""Prefill, decode, store and router as users run them: `kvtally up` on a file, driven over HTTP.
+"""Prefill, decode, stores and router as users run them: `kvtally up` on a file, driven over HTTP.
 
     Deployment ──YAML──▶ kvtally up ──▶ store, prefill, decode, router
+        │   TwoNodes: kvtally up --node a ──▶ store, prefill, router; kvtally up --node b ──▶ store, decode
         └──completions──▶ router, or straight to decode for what it answers alone
 
 For the demo and for tests. Owns the file, the process, and how answers are read. Blocking; every wait has a deadline
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
 import sys
 import time
@@ -32,6 +34,7 @@ from kvtally.up.host import direct
 START_S = 400.0
 REQUEST_S = 120.0
 STOP_S = 60.0
+NODES = ("127.0.0.2", "127.0.0.3")  # on Linux the whole of 127.0.0.0/8 is this machine's
 WAIT_MS = 15_000  # a request waits this long for the store: on a busy machine an engine's step takes seconds
 
 
@@ -106,20 +109,47 @@ def told_by(headers: Mapping[str, str]) -> dict[str, str]:
     return {name.removeprefix("x-kvtally-"): value for name, value in named if name.startswith("x-kvtally-")}
 
 
-class Deployment(Child):
-    """`kvtally up` on one file. The processes the file asks for are its children; it restarts those that die."""
+class Up(Child):
+    """`kvtally up` on a file: its processes are its children, and it restarts those that die."""
+
+    def __init__(self, file: Path, *arguments: str, log: str = "up.log") -> None:
+        directory = file.parent
+        super().__init__(
+            [sys.executable, "-m", "kvtally", "up", str(file), *arguments],
+            directory / log,
+            name=" ".join(["kvtally up", *arguments]),
+            remedy=f"The logs are in {directory}.",
+            directory=directory,  # the caller's own kvtally.yaml is not read there
+            tie=signal.SIGTERM,  # on this it stops its own children in order
+            grace_s=STOP_S,
+        )
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def pid_of(self, name: str) -> int:
+        """The process that was started last under this name: store, prefill-0, decode-0 or router."""
+        return int(re.findall(rf"^{name}: starting, pid (\d+)", self.log(), re.MULTILINE)[-1])
+
+
+class Deployment(Up):
+    """Prefill, decode, a store and a router on this machine, from one file."""
 
     def __init__(self, model: Model, directory: Path, **changes: Any) -> None:
         self.router, self.prefill, self.decode = (f"http://127.0.0.1:{port}" for port in free_ports(3))
         self.socket = str(directory / "s.sock")
+        changes["store"] = {"socket": self.socket, **changes.pop("store", {})}
+        engines = {"prefill": {"port": port_of(self.prefill)}, "decode": {"port": port_of(self.decode)}}
+        super().__init__(self._written(model, directory, {**engines, **changes}))
+
+    def _written(self, model: Model, directory: Path, changes: dict[str, Any]) -> Path:
+        """The file to run, with what every deployment of a test has in common."""
         settings = {name: value for name, value in model.settings.items() if name != "model"}
         tree = {
             "model": str(model.path),
-            "prefill": {"count": 1, "port": port_of(self.prefill)},
-            "decode": {"count": 1, "port": port_of(self.decode)},
             "args": {**settings, "served_model_name": "tiny", "enable_prefix_caching": True, **changes.pop("args", {})},
             "env": dict(ENVIRONMENT),
-            "store": {"socket": self.socket, "memory": "512MiB", **changes.pop("store", {})},
+            "store": {"memory": "512MiB", **changes.pop("store", {})},
             "router": {"port": port_of(self.router), "prefill_from": 1, **changes.pop("router", {})},
             "connector": {"wait_ms": WAIT_MS},
             "logs": str(directory / "logs"),
@@ -127,15 +157,12 @@ class Deployment(Child):
         }
         file = directory / "up.yaml"
         file.write_text(json.dumps(tree))  # JSON is YAML
-        super().__init__(
-            [sys.executable, "-m", "kvtally", "up", str(file)],
-            directory / "up.log",
-            name="kvtally up",
-            remedy=f"The logs are in {directory}.",
-            directory=directory,  # the caller's own kvtally.yaml is not read there
-            tie=signal.SIGTERM,  # on this it stops its own children in order
-            grace_s=STOP_S,
-        )
+        return file
+
+    @property
+    def sockets(self) -> list[str]:
+        """Of all its stores."""
+        return [self.socket]
 
     def wait_ready(self, timeout_s: float = START_S, *, on_line: Callable[[str], object] = str) -> None:
         """Wait until everything is up. Meanwhile `on_line` gets the last line that `kvtally up` printed."""
@@ -148,11 +175,12 @@ class Deployment(Child):
         self.wait(is_ready, "it did not come up", timeout_s)
 
     def is_ready(self) -> bool:
-        """Whether engines, router and store are up. Each is asked: the router serves without a store, and what it knows
-        about an engine may be out of date."""
-        with StoreClient(self.socket, name="test") as client:
-            if isinstance(client.connect(0.5), Miss):
-                return False
+        """Whether engines, router and stores are up. Each is asked: the router serves without a store, and what it
+        knows about an engine may be out of date."""
+        for address in self.sockets:
+            with StoreClient(address, name="test") as client:
+                if isinstance(client.connect(0.5), Miss):
+                    return False
         try:
             for engine in (self.prefill, self.decode):
                 direct.open(f"{engine}/health", timeout=5).close()
@@ -163,13 +191,6 @@ class Deployment(Child):
 
     def wait(self, is_done: Callable[[], bool], problem: str, timeout_s: float = REQUEST_S) -> None:
         self.wait_for(is_done, problem, timeout_s, every_s=0.1)
-
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def pid_of(self, name: str) -> int:
-        """The process that `kvtally up` started last under this name: store, prefill-0, decode-0 or router."""
-        return int(re.findall(rf"^{name}: starting, pid (\d+)", self.log(), re.MULTILINE)[-1])
 
     # ---- requests
 
@@ -216,9 +237,16 @@ class Deployment(Child):
         found = re.findall(r'^vllm:prompt_tokens_by_source_total\{.*source="(\w+)".*\} (\S+)$', text, re.MULTILINE)
         return {source: float(value) for source, value in found}
 
+    def requests_at(self, engine: str) -> int:
+        """How many requests the router has sent there that are not answered yet."""
+        with direct.open(f"{self.router}/instances", timeout=10) as response:
+            rows = json.load(response)["instances"]
+        return sum(row["requests"] for row in rows if engine.endswith(row["instance"]))
+
     @contextmanager
-    def store(self) -> Iterator[StoreClient]:
-        with StoreClient(self.socket, name="test") as client:
+    def store(self, socket: str = "") -> Iterator[StoreClient]:
+        """A client of the store, or of the one with this socket."""
+        with StoreClient(socket or self.socket, name="test") as client:
             if isinstance(client.connect(10), Miss):
                 raise self.broken("the store does not answer")
             yield client
@@ -237,6 +265,49 @@ class Deployment(Child):
 
         self.wait(is_there, "the router does not keep the receipt", 10)
         return found
+
+
+class TwoNodes(Deployment):
+    """Two machines, in all but the network between them: prefill and the router on node a, decode on node b, each node
+    with a store of its own. Nothing is shared but the loopback interface, on which each has its own address.
+
+    This is `kvtally up --node a`; `b` is the other one. `socket` is of decode's store, `prefill_socket` of prefill's.
+    """
+
+    def __init__(self, model: Model, directory: Path, **changes: Any) -> None:
+        ports = free_ports(7)
+        a, b = NODES
+        self.router = f"http://127.0.0.1:{ports[0]}"
+        self.prefill, self.decode = f"http://{a}:{ports[1]}", f"http://{b}:{ports[2]}"
+        self.prefill_socket, self.socket = str(directory / "a.sock"), str(directory / "b.sock")
+        token = directory / "token"
+        token.write_text(secrets.token_hex(16))
+        token.chmod(0o600)
+        changes["store"] = {"token_file": str(token), **changes.pop("store", {})}
+        nodes = {
+            "a": {"address": a, "prefill": {"port": ports[1]}, "store": _at(self.prefill_socket, a, *ports[3:5])},
+            "b": {"address": b, "decode": {"port": ports[2]}, "store": _at(self.socket, b, *ports[5:7])},
+        }
+        file = self._written(model, directory, {"nodes": nodes, **changes})
+        Up.__init__(self, file, "--node", "a", log="up-a.log")
+        self.b = Up(file, "--node", "b", log="up-b.log")
+
+    @property
+    def sockets(self) -> list[str]:
+        return [self.prefill_socket, self.socket]
+
+    def is_ready(self) -> bool:
+        if self.b.has_ended():
+            raise self.b.broken(f"{self.b.name} ended")
+        return super().is_ready()
+
+    def close(self) -> None:
+        self.b.close()
+        super().close()
+
+
+def _at(socket: str, address: str, port: int, bulk_port: int) -> dict[str, object]:
+    return {"socket": socket, "port": port, "bulk": f"{address}:{bulk_port}"}
 
 
 def family(pid: int) -> list[int]:
