@@ -10,7 +10,6 @@ settings of `store`, `router` and `connector`, is for `file`. Pure, but for read
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
@@ -20,6 +19,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from kvtally.config import unknown
+from kvtally.config.peers import is_wildcard, parse_peer
 from kvtally.config.units import is_loopback
 from kvtally.config.yaml_file import read_yaml
 from kvtally.errors import ConfigError
@@ -29,7 +29,6 @@ NODES_EXAMPLE = "See examples/nodes.yaml for the form."
 MOST_INSTANCES = 64
 MOST_NODES = 64
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # it becomes part of a directory's name
-_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 
 Scalar = str | int | float | bool
 Argument = Scalar | list[Scalar] | dict[str, object] | None
@@ -152,24 +151,25 @@ def _node(place: str, section: object, path: Path) -> NodeSection:
 
 
 def _address(place: str, text: str, path: Path) -> str:
-    """A host's address in its usual form, without brackets; or its name."""
+    """A machine's address in its usual form, without brackets; or its name."""
     try:
-        found = ipaddress.ip_address(text.removeprefix("[").removesuffix("]"))
+        found = parse_peer(text.removeprefix("[").removesuffix("]"))
     except ValueError:
-        if _HOST_NAME.fullmatch(text) and not text.rpartition(".")[2].isdecimal():
-            return text
+        found = ""
+    address = found if isinstance(found, str) else str(found.network_address)
+    if not address or "/" in text:
         raise ConfigError(
             f"{place}.address = {text} in {path} is not the address of a machine",
             remedy="Write it without a port, for example 10.0.0.7; ports are `store: {port: ...}` and those of roles.",
             code="KV-102",
-        ) from None
-    if found.is_unspecified or found.is_multicast:
+        )
+    if is_wildcard(address):
         raise ConfigError(
             f"{place}.address = {text} in {path} is not an address by which other machines reach this one",
             remedy="Write the address of one of its interfaces, for example 10.0.0.7.",
             code="KV-102",
         )
-    return str(found)
+    return address
 
 
 def _check_addresses(nodes: Mapping[str, NodeSection], path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from kvtally.config import Settings, load, unknown
-from kvtally.config.setting import PathOf
+from kvtally.config.setting import PathOf, Several
 from kvtally.config.table import SETTINGS
 from kvtally.config.units import split_address
 from kvtally.errors import ConfigError
@@ -261,8 +261,7 @@ def _store_settings(document: Document, name: str, path: Path) -> Flags:
         )
     address = f"{bracketed(node.address)}:{_store_port(name, given.pop('port', None), path)}"
     others = [other.address for other in document.nodes.values() if other is not node and other.pools]
-    ours = {"tcp": address, "advertise": address, **({"peers": ",".join(others)} if others else {})}
-    return _settings("store", {**ours, **given}, path)
+    return _settings("store", {"tcp": address, **({"peers": others} if others else {}), **given}, path)
 
 
 def _store_port(name: str, port: object, path: Path) -> int:
@@ -312,6 +311,8 @@ def _settings(section: str, given: Mapping[str, object], path: Path) -> Flags:
             raise unknown(f"{name!r} in section {section} of {path}", name, names)
         if value is None:
             continue
+        if isinstance(value, list) and isinstance(SETTINGS[f"{section}.{name}"].kind, Several):
+            value = " ".join(map(str, value))  # as the environment has it
         if not isinstance(value, str | int | float):
             raise ConfigError(f"{section}.{name} in {path} is not a plain value", remedy=EXAMPLE)
         if isinstance(value, bool):

@@ -113,8 +113,7 @@ def pause_s(lives_s: Sequence[float]) -> float | None:
 
 
 def _store(deployment: Deployment, host: Host) -> Process:
-    has_peers = bool(deployment.node.name)
-    port, bulk_port = _store_ports(deployment.store) if has_peers else (0, 0)
+    port, bulk_port = _store_ports(deployment.store) if deployment.node.name else (0, 0)
     return Process(
         name="store",
         part=Part.STORE,
@@ -123,7 +122,7 @@ def _store(deployment: Deployment, host: Host) -> Process:
             *(host.python, "-m", "kvtally", "store", "--socket", deployment.socket),
             *_flags(deployment.store),
         ],
-        host=deployment.node.host if has_peers else "",
+        host=deployment.node.host if deployment.node.name else "",
         port=port,
         bulk_port=bulk_port,
         health=deployment.socket,
@@ -132,9 +131,11 @@ def _store(deployment: Deployment, host: Host) -> Process:
 
 
 def _store_ports(store: Mapping[str, str | bool]) -> tuple[int, int]:
-    """Where a store that has peers listens: for messages, and for bytes."""
+    """Where the store of a node listens: for messages and, if it has peers, for bytes."""
     port = split_address(str(store["tcp"])).port
-    return port, split_address(str(store["bulk"])).port if "bulk" in store else port + 1
+    if "bulk" in store:
+        return port, split_address(str(store["bulk"])).port
+    return port, port + 1 if "peers" in store else 0
 
 
 def _engines(deployment: Deployment, host: Host) -> list[Process]:

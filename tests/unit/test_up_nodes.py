@@ -73,12 +73,12 @@ def test_stores_listen_on_their_own_address_and_pull_from_the_others() -> None:
     store = planned("a")["store"]
     assert store.argv[1:] == [
         *("-m", "kvtally", "store", "--socket", "/run/user/7/kvtally/store.sock"),
-        *("--tcp", "10.0.0.7:7400", "--advertise", "10.0.0.7:7400", "--peers", "10.0.0.8"),
+        *("--tcp", "10.0.0.7:7400", "--peers", "10.0.0.8"),
         *("--token-file", "/etc/kvtally/token"),
     ]
     assert (store.ports, store.health) == ([7400, 7401], "/run/user/7/kvtally/store.sock")
     three = {"a": A, "b": B, "c": {"address": "node-c.internal", "decode": 1}}
-    assert "10.0.0.7,node-c.internal" in planned("b", nodes=three)["store"].argv
+    assert "10.0.0.7 node-c.internal" in planned("b", nodes=three)["store"].argv
 
 
 def test_engines_listen_where_the_router_reaches_them() -> None:
@@ -135,7 +135,7 @@ def test_what_a_node_says_wins() -> None:
     store = {**TOKEN, "memory": "1GiB", "disk_size": "1GiB"}
     for_b = planned("b", nodes={"a": {**A, "store": {"disk": "d"}}, "b": b}, store=store, **common)
     assert for_b["store"].argv[6:] == [
-        *("--tcp", "10.0.0.8:7500", "--advertise", "10.0.0.8:7500", "--peers", "10.0.0.7"),
+        *("--tcp", "10.0.0.8:7500", "--peers", "10.0.0.7"),
         *("--token-file", "/etc/kvtally/token", "--memory", "8GiB", "--disk", "/here/cache"),
     ]
     engine = for_b["decode-0"]
@@ -147,9 +147,17 @@ def test_what_a_node_says_wins() -> None:
     assert "http://10.0.0.8:9000,store=tcp://10.0.0.8:7500" in for_a["router"].argv
 
 
-def test_whom_to_pull_from_may_be_said() -> None:
-    argv = planned("a", store={**TOKEN, "peers": "10.0.0.0/24"})["store"].argv
-    assert argv[argv.index("--peers") + 1] == "10.0.0.0/24"
+@pytest.mark.parametrize(
+    ("peers", "flag"), [("10.0.0.0/24", "10.0.0.0/24"), (["10.0.0.8", "node-c.internal"], "10.0.0.8 node-c.internal")]
+)
+def test_whom_to_pull_from_may_be_said(peers: object, flag: str) -> None:
+    argv = planned("a", store={**TOKEN, "peers": peers})["store"].argv
+    assert argv[argv.index("--peers") + 1] == flag
+
+
+def test_a_node_without_others_shares_nothing() -> None:
+    store = planned("a", nodes={"a": {"address": "10.0.0.7", "plain": 1}})["store"]
+    assert ("--peers" in store.argv, store.ports) == (False, [7400])
 
 
 def test_ipv6_addresses_stand_in_brackets_where_a_port_follows() -> None:
@@ -227,6 +235,13 @@ def test_the_example_can_be_planned_as_it_is_and_with_all_it_leaves_out() -> Non
         ({"store": {**TOKEN, "token": "0123456789abcdef"}}, "store.token is not for this file", "token_file"),
         ({"store": "/run/s.sock"}, "a store that runs already", "token_file"),
         ({"store": {**TOKEN, "tcp": "10.0.0.7:1"}}, "store.tcp is not for a file with nodes", "port: 7400"),
+        ({"store": {**TOKEN, "peers": "10.0.0.8:7400"}}, "store.peers = 10.0.0.8:7400", "10.0.0.0/24"),
+        ({"store": {**TOKEN, "peers": [["x"]]}}, "store.peers = ", "10.0.0.0/24"),
+        (
+            {"store": {**TOKEN, "tls_cert": "/c", "tls_key": "/k"}},
+            "store.tls_cert is given without store.peers_ca",
+            "CA",
+        ),
         ({"store": {**TOKEN, "advertise": "h:1"}}, "store.advertise is not for a file with nodes", "address"),
         ({"store": {**TOKEN, "port": 0}}, "store.port = 0 for node a", "7400"),
         ({"store": {**TOKEN, "port": "x"}}, "store.port = x for node a", "7400"),
@@ -262,7 +277,7 @@ def test_a_node_of_a_file_without_any(tmp_path: Path) -> None:
     ("more", "message"),
     [
         ({"store": {**TOKEN, "port": 8099}}, "store and prefill-0 would both have port 8100"),  # its bytes' port
-        ({"store": {**TOKEN, "port": 65_535}}, "store would have port 65536"),
+        ({"store": {**TOKEN, "port": 65_535}}, "no port after that of store.tcp = 10.0.0.7:65535"),
         ({"store": {**TOKEN, "bulk": "10.0.0.7:8100"}}, "store and prefill-0 would both have port 8100"),
     ],
 )
