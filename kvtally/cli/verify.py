@@ -8,20 +8,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtally.cli.options import JsonOption
+from kvtally.cli.options import JsonOption, taking
 from kvtally.cli.terminal import columns, wrapped
+from kvtally.config import Flags, RouterConfig, load
 from kvtally.config.units import printable
 from kvtally.config.yaml_file import read_text
-from kvtally.errors import ConfigError
+from kvtally.errors import ConfigError, KVTallyError, TransportError
 
 if TYPE_CHECKING:  # too slow to import for `kvtally --help`
     from kvtally.verify.judge import Observation, Report
+    from kvtally.wire.stats import StoreStats
 
 CELLS = "{:<16} {:<5} {:>6}  {:<10} {:>7} {:>8}  "
 INDENT = " " * 24  # before what does not fit beside the cells
+LOOK_S = 2.0  # for a store to answer
 
 
+@taking(["store.token_file", "router.store_ca"])
 def verify(
+    flags: Flags,
     url: Annotated[str, typer.Argument(help="Address of a router, as `kvtally up` prints it.", metavar="URL")],
     direct: Annotated[
         str | None,
@@ -56,6 +61,7 @@ def verify(
     from kvtally.verify.run import verify as run
 
     key = read_key(key_file)
+    settings = load(flags=flags).router()
 
     def connect(address: str) -> Server:
         base = address.rstrip("/").removesuffix("/v1")  # OpenAI's clients are given it with /v1
@@ -71,6 +77,7 @@ def verify(
         connect(direct) if direct else None,
         connect=connect,
         seed=seed,
+        look=lambda address: _look(address, settings),
         seen=(lambda seen: None) if as_json else _print_observation,
     )
     if as_json:
@@ -78,6 +85,23 @@ def verify(
     else:
         _print_words(report)
     raise typer.Exit(list(Outcome).index(report.outcome))
+
+
+def _look(address: str, settings: RouterConfig) -> StoreStats | KVTallyError:
+    """What a store says of itself, or why it cannot be asked."""
+    from kvtally.cli.render import read_stats
+    from kvtally.client import Miss, StoreClient
+
+    try:
+        with StoreClient(address, name="verify", token=settings.token, ca_file=settings.store_ca) as store:
+            found = store.connect(LOOK_S)
+            answer = found if isinstance(found, Miss) else store.stats(timeout_s=LOOK_S).wait()
+            if not isinstance(answer, Miss):
+                return read_stats(answer.stats)
+            said, _, _ = answer.detail.partition(" [KV-")
+            return store.refusal or TransportError(said, remedy="Start it, or correct the address.")
+    except KVTallyError as error:  # an address that cannot work, a version with other stats
+        return error
 
 
 def read_key(path: Path | None) -> str:

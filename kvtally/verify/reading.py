@@ -19,6 +19,7 @@ from kvtally.verify.judge import Answer
 class Instance(msgspec.Struct):
     instance: str  # host:port, and a path perhaps
     roles: list[str]
+    store: str = ""  # its address
 
 
 class Instances(msgspec.Struct):

@@ -18,7 +18,11 @@ class Explained(NamedTuple):
 
 
 _LOG = "Look at the engine's log, and at `kvtally stat` for the store's side."
-_SAME_STORE = "Give both engines the same `store` in kv_connector_extra_config, on one machine; `kvtally up` does."
+_STORES = (
+    "On one machine, give both engines the same `store` in kv_connector_extra_config. Across machines, give each store "
+    "`tcp` and `token_file`, name the other machines in its `peers`, and give the router `store=tcp://…` for each "
+    "instance. `kvtally up` does all of this."
+)
 _CONNECTOR = (
     'Start it with --kv-transfer-config \'{"kv_connector": "KVTally", "kv_role": "kv_both"}\', and look for the '
     "line `kvtally: groups …` in its log."
@@ -63,14 +67,16 @@ REASONS: dict[str, Explained] = {
         "the store refused the engine: another user, token or version",
         "Run both as the same user and version; the engine's log has the store's message.",
     ),
-    MissReason.FOREIGN_STORE: Explained("prefill and decode use different stores", _SAME_STORE),
+    MissReason.FOREIGN_STORE: Explained(
+        "prefill and decode use different stores, and decode's does not pull from prefill's", _STORES
+    ),
     MissReason.UNASKED: Explained(
         "nobody knows whether it was there: a pool or another store that may have it could not be asked",
-        "See the tiers' states in `kvtally stat`; the store's log says why it could not ask.",
+        "See the states of tiers and peers in `kvtally stat`; the store's log says why it could not ask.",
     ),
     MissReason.PEER_LOST: Explained(
         "the other machine's store could not be reached, or went away while its bytes were read",
-        "See whether that store runs, and whether this one reaches its port with the same token.",
+        "Check that it runs, and that decode's store reaches it; `kvtally stat` of decode's store lists its peers.",
     ),
     MissReason.FOREIGN_NAMESPACE: Explained(
         "prefill and decode differ in model, revision, dtype or KV layout, so their bytes are not interchangeable",

@@ -9,6 +9,7 @@ their own. Blocking; every request has a deadline. Neighbours: `probes` (what to
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from kvtally.verify.judge import (
     Answer,
     Counted,
     Observation,
+    Outcome,
     Report,
     Setting,
     Told,
@@ -33,6 +35,7 @@ from kvtally.verify.judge import (
     judge,
     tolerance,
 )
+from kvtally.verify.links import Look, broken_links, not_looked_at
 from kvtally.verify.probes import MAX_TOKENS, TURN_TOKENS, Shape, shapes, words
 from kvtally.verify.reading import Instances, Models, Tokenized, decode, failure, read_answer, samples
 
@@ -62,14 +65,21 @@ def verify(
     *,
     connect: Callable[[str], Server],
     seed: int,
+    look: Look = not_looked_at,
     seen: Callable[[Observation], None] = lambda observation: None,
 ) -> Report:
     """Test a router. `direct` is the engine to compare with; by default the first decode instance of the router.
 
-    `seen` is called with each observation as it is made.
+    `look` asks a store about itself, where prompts were lost between two of them. `seen` is called with each
+    observation as it is made.
     """
     try:
-        return _Run(router, direct, connect, random.Random(seed)).report(seen)
+        run = _Run(router, direct, connect, random.Random(seed))
+        report = run.report(seen)
+        if report.outcome is not Outcome.NOT_PROVED:
+            return report
+        links = broken_links(report.observations, run.stores, functools.cache(look))
+        return msgspec.structs.replace(report, findings=[*links, *report.findings])
     except KVTallyError as error:
         return cannot_test(error.message, error.remedy)
 
@@ -81,6 +91,7 @@ class _Run:
         self._router = router
         self._dice = dice
         instances = decode(router, router.call("/instances"), Instances)
+        self.stores = {row.instance: row.store for row in instances.instances}
         self._prefills = [connect(url) for url in instances.having("prefill")]
         self._engines = {_name(url): connect(url) for url in instances.having("decode")}
         if direct is not None:

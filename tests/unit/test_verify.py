@@ -195,7 +195,9 @@ def test_a_strict_routers_refusal_is_explained() -> None:
         case="long", turn=Turn.FIRST, prompt_tokens=TOKENS, failure="status 502", failure_reason="foreign_store"
     )
     report = judge([refused], PD)
-    assert only_problem(report) == ("the strict router refused to answer: prefill and decode use different stores")
+    assert only_problem(report).startswith(
+        "the strict router refused to answer: prefill and decode use different stores"
+    )
 
 
 def test_one_response_without_receipt() -> None:
@@ -340,6 +342,7 @@ class Deployment:
         self.cached: set[str] = set()
         self.counters = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
         self.receipts: dict[str, object] = {}
+        self.stores = {"decode": "", "prefill": ""}
         self.salts: list[str] = []
         self.turns: list[list[int]] = []
         self.engine, self.prefiller = Fake(self.at_engine), Fake(self.at_prefill)
@@ -398,12 +401,12 @@ class Deployment:
     def at_router(self, path: str, body: dict[str, Any] | None) -> Reply:
         name = self.engine.address if "unreachable engine" not in self.has else f"127.0.0.1:{free_ports(1)[0]}"
         if path == "/instances":
-            rows = [{"instance": name, "roles": ["decode"], "state": "up"}]
+            rows = [{"instance": name, "roles": ["decode"], "state": "up", "store": self.stores["decode"]}]
             if self.prefill:
                 prefill = (
                     self.prefiller.address if "hidden prefill" not in self.has else f"127.0.0.1:{free_ports(1)[0]}"
                 )
-                rows.append({"instance": prefill, "roles": ["prefill"], "state": "up"})
+                rows.append({"instance": prefill, "roles": ["prefill"], "state": "up", "store": self.stores["prefill"]})
             return as_json({"instances": rows})
         if path == "/v1/models":
             return as_json({"data": [{"id": "m", "max_model_len": 2048}]})
@@ -419,7 +422,7 @@ class Deployment:
         key, ticket = str(tokens), f"t{len(self.receipts)}"
         is_known = key in self.cached
         self.cached.add(key)
-        verdict, prefill = "proved", "127.0.0.1:1"
+        verdict, prefill = "proved", self.prefiller.address
         if not self.prefill:
             verdict, prefill = ("local" if is_known else "recomputed:absent"), "none"
         elif len(tokens) < 64:
@@ -430,6 +433,8 @@ class Deployment:
             verdict, prefill = "local", "failed:disconnected"
         if "recomputes" in self.has and verdict == "proved":
             verdict = "recomputed:foreign_store"
+        if "loses" in self.has and verdict == "proved":
+            verdict = "recomputed:peer_lost"
         reused = len(tokens) - 1 if verdict in ("proved", "local") else 0
         computed = len(tokens) - reused
         if "lies" in self.has:
@@ -440,13 +445,14 @@ class Deployment:
             self.count(computed=5)
         late = "late" in self.has
         half = {"tokens_host": reused, "computed_tokens": computed}
-        promise = {"saved_tokens": len(tokens) - 1} if prefill == "127.0.0.1:1" else None
+        promise = {"saved_tokens": len(tokens) - 1} if prefill == self.prefiller.address else None
         self.receipts[ticket] = {"verdict": verdict, "reason": "late", "prefill": promise, "decode": half}
         headers = {
             "request": ticket,
             "prefill": prefill,
             "decode": name,
             "verdict": "missing" if late else verdict,
+            **({"reason": verdict.partition(":")[2]} if ":" in verdict else {}),
             "reused-tokens": "unknown" if late else str(reused),
             "computed-tokens": "unknown" if late else str(computed),
             "source": "unknown" if late else f"host:{reused}" if reused else "none",
