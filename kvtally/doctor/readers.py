@@ -10,6 +10,7 @@ from __future__ import annotations
 import os.path
 import re
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import msgspec
 
@@ -619,23 +620,28 @@ def _compose_command(node: Node) -> list[Value]:
 
 
 def _read_up(tree: Node, file: str, found: Found) -> None:
-    """`kvtally up`: one store, one router, every engine on this machine."""
+    """`kvtally up`: one router, every engine with a store on its machine. Stores of several machines pull from each
+    other, so to the rules they are one."""
     deployment = Deployment(name=os.path.basename(file), kind="kvtally up file", place=tree.place)
     where = Where(f"{file} host")
-    for name, role in (("prefill", Role.PREFILL), ("decode", Role.DECODE), ("plain", Role.BOTH)):
-        pool = tree.get(name)
+    nodes = tree.get("nodes").mapping
+    sections = [(f"{node} ", section) for node, section in nodes.items()] if nodes else [("", tree)]
+    roles = (("prefill", Role.PREFILL), ("decode", Role.DECODE), ("plain", Role.BOTH))
+    for (prefix, section), (name, role) in product(sections, roles):
+        pool = section.get(name)
         count = (pool.get("count") if pool.mapping else pool).value.number
         if not pool or count == 0:
             continue
-        flags = {"model": tree.get("model").value}
-        for arguments in (tree.get("args"), pool.get("args")):
+        layers = [tree, *([section] if nodes else []), pool]  # the later ones win
+        flags = {"model": (section if section.has("model") else tree).get("model").value}
+        for arguments in (layer.get("args") for layer in layers):
             flags |= {
                 key.lstrip("-").replace("-", "_"): child.value
                 for key, child in arguments.mapping.items()
                 if not isinstance(child.content, dict | list)
             }
-        env = {**_variables(tree.get("env")), **_variables(pool.get("env"))}
-        around = Setting(name=name, where=where, place=pool.place, role=role, env=env, has_shm=True)
+        env = {name: value for layer in layers for name, value in _variables(layer.get("env")).items()}
+        around = Setting(name=f"{prefix}{name}", where=where, place=pool.place, role=role, env=env, has_shm=True)
         around.replicas = count or 1
         fields = {"kv_connector": Value("KVTally", tree.place), "kv_role": Value("kv_both", tree.place)}
         deployment.instances.append(engine_of(flags, around, Connector(place=tree.place, fields=fields)))
@@ -688,7 +694,7 @@ _SHAPES: list[tuple[Callable[[Node], bool], Reader]] = [
     (lambda tree: tree.has("servingEngineSpec"), _read_production_stack),
     (lambda tree: tree.has("modelArtifacts") or tree.get("decode").has("containers"), _read_llm_d_values),
     (lambda tree: bool(tree.get("services").mapping), _read_compose),
-    (lambda tree: tree.has("model") and bool({"prefill", "decode", "plain"} & set(tree.mapping)), _read_up),
+    (lambda tree: tree.has("model") and bool({"prefill", "decode", "plain", "nodes"} & set(tree.mapping)), _read_up),
     (lambda tree: tree.get("spec").has("kvConnector"), _read_model_server),
     (lambda tree: bool(_LMCACHE_FILE & set(tree.mapping)), _read_lmcache_file),
 ]

@@ -649,6 +649,47 @@ class TestEightyColumns:
             assert word in words
 
 
+class TestDemo:
+    """Its words, without its engines."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "last"), [([], "kvtally demo --nodes 2"), (["--nodes", "2"], "kvtally up nodes.yaml --node NAME")]
+    )
+    def test_its_last_line_says_what_is_next(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], last: str
+    ) -> None:
+        row = demo.Row(
+            step="s",
+            proves="p",
+            verdict="proved",
+            reused_tokens=1,
+            computed_tokens=1,
+            source="peer:1",
+            answer_equal=True,
+            seconds=1.0,
+            proved=True,
+        )
+        shown: list[int] = []
+
+        def show(directory: Path, console: Console, nodes: int) -> list[demo.Row]:
+            shown.append(nodes)
+            return [row]
+
+        monkeypatch.setattr(demo, "find_spec", lambda name: True)
+        monkeypatch.setattr(demo, "_show", show)
+        monkeypatch.setenv("COLUMNS", "120")
+        assert demo.main(arguments) == 0
+        assert last in capsys.readouterr().out.splitlines()[-1]
+        assert shown == [2 if arguments else 1]
+
+    @pytest.mark.parametrize("nodes", ["0", "3", "x"])
+    def test_other_numbers_of_nodes_are_refused(self, capsys: pytest.CaptureFixture[str], nodes: str) -> None:
+        with pytest.raises(SystemExit) as exited:
+            demo.main(["--nodes", nodes])
+        assert exited.value.code == 2
+        assert "--nodes" in capsys.readouterr().err
+
+
 def page(now: object, before: object | None = None, width: int = 100) -> str:
     console = Console(width=width, markup=False, highlight=False, soft_wrap=True)
     with console.capture() as capture:

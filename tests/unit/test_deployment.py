@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvtally.errors import TransportError
-from kvtally.testing.deployment import Deployment, post
+from kvtally.testing.deployment import Deployment, TwoNodes, post
 from kvtally.testing.models import DENSE, Model
+from tests.waiting import HANG_S
 
 NONSENSE = "nonsense"
 
@@ -33,6 +34,24 @@ def test_settings_of_whoever_runs_it_are_not_its_own(tmp_path: Path, monkeypatch
         up.close()
     assert NONSENSE not in ended.value.message
     assert "[KV-106]" in ended.value.message  # no model, or no vLLM
+
+
+def test_two_nodes_run_one_file_and_share_only_the_loopback_interface(tmp_path: Path) -> None:
+    up = TwoNodes(Model(DENSE, tmp_path / "no-model", 0), tmp_path)
+    try:
+        for node in (up, up.b):
+            with pytest.raises(TransportError, match=r"kvtally up --node \w ended"):
+                node.wait_for(lambda: False, "it waits", HANG_S)
+            assert "[KV-106]" in node.log()  # no model, or no vLLM: all that is asked before that is right
+        with pytest.raises(TransportError, match="kvtally up --node b ended"):
+            up.is_ready()
+    finally:
+        up.close()
+    written = json.loads((tmp_path / "up.yaml").read_text())
+    a, b = written["nodes"].values()
+    assert [node["address"] for node in (a, b)] == ["127.0.0.2", "127.0.0.3"]
+    assert not {*map(str, a["store"].values())} & {*map(str, b["store"].values())}
+    assert (tmp_path / "token").stat().st_mode & 0o077 == 0
 
 
 class Engine(BaseHTTPRequestHandler):

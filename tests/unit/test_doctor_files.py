@@ -319,6 +319,27 @@ def test_a_name_alone_makes_no_half_of_a_pair() -> None:
     assert not deployment.is_disaggregated
 
 
+def test_a_file_for_several_machines_is_one_deployment(tmp_path: Path) -> None:
+    """Each of them has a store, but those pull from each other: nothing is wrong with that."""
+    text = """
+model: m
+args: {max_num_seqs: 8, seed: 1}
+nodes:
+  a: {address: 10.0.0.7, prefill: 1}
+  b: {address: 10.0.0.8, decode: {count: 2, args: {seed: 3}}, model: /m, args: {max_num_seqs: 9, seed: 2}}
+"""
+    (deployment,) = of_text(text)
+    assert [(each.name, each.role, each.replicas) for each in deployment.instances] == [
+        ("a prefill", "prefill", 1),
+        ("b decode", "decode", 2),
+    ]
+    given = [[each.flags[name].text for name in ("model", "max_num_seqs", "seed")] for each in deployment.instances]
+    assert given == [["m", "8", "1"], ["/m", "9", "3"]]
+    assert deployment.is_disaggregated
+    report = report_of(tmp_path, text.replace("model: /m, ", ""))
+    assert (report.findings, report.exit_code) == ([], 0)
+
+
 # ---- what is not examined is said
 
 

@@ -82,9 +82,7 @@ def test_where_decodes_store_cannot_be_asked_prefills_is_looked_at() -> None:
     unreachable = TransportError("the store at B cannot be reached: no route", remedy="R.")
     gone = TransportError("the store at A cannot be reached", remedy="R.")
     [finding] = found(b=unreachable, a=gone)
-    assert finding.what.endswith(
-        "from here, too, it cannot be asked: the store at A cannot be reached: connection refused"
-    )
+    assert finding.what.endswith("from here, too, it cannot be asked: the store at A cannot be reached")
     [finding] = found(b=unreachable, a=StoreStats())
     assert finding.what.endswith("from here it answers")
     assert "firewall" in finding.remedy
