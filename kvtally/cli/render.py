@@ -14,7 +14,7 @@ from kvtally.cli.terminal import NO_EDGE, columns, wrapped
 from kvtally.config.units import human_size, printable
 from kvtally.core.receipts import Half, Receipt, Verdict
 from kvtally.errors import IncompatibleError
-from kvtally.wire.stats import ClientStats, NamespaceStats, StoreStats, TierStats
+from kvtally.wire.stats import ClientStats, NamespaceStats, PeerStats, StoreStats, TierStats
 
 HEAD_ROWS = 2
 GAP = "  "  # between columns
@@ -121,13 +121,14 @@ class StatsPage:
         if tables[-1].width > options.max_width:
             tables[-1:] = [_filled(_LEFT, _lookup_rows(now, rates)), _filled(_RIGHT, _save_rows(now))]
         tables = [table for table in tables if table.row_count]
-        lists = [len(now.clients), len(now.namespaces)]
+        lists = [len(now.peers), len(now.clients), len(now.namespaces)]
         rows = NO_EDGE
         if console.is_alt_screen:  # nobody can scroll there
             rows = options.size.height - HEAD_ROWS - sum(map(_height, tables))
         has_blanks = sum(_list_height(count) + 1 for count in lists) + len(tables) + 1 <= rows
-        clients, namespaces = _shortened(lists, rows)
-        tables += [_client_table(now.clients, clients), _namespace_table(now.namespaces, namespaces)]
+        peers, clients, namespaces = _shortened(lists, rows)
+        tables += [_peer_table(now.peers, peers), _client_table(now.clients, clients)]
+        tables += [_namespace_table(now.namespaces, namespaces)]
         yield _headline(now, rates)
         for table in (table for table in tables if table.row_count):
             if has_blanks:
@@ -290,6 +291,23 @@ def _trouble_table(now: StoreStats) -> Table:
     for name, count in troubles.items():
         if count:
             table.add_row(Text(name, style="red"), f"{count:,}")
+    return table
+
+
+def _peer_table(peers: Sequence[PeerStats], most: int) -> Table:
+    """Other machines' stores, as this one knows them."""
+    table = Table("state", ">asked", ">had it", ">pulled", "failed", "peer")
+    for peer in _beginning(peers, most):
+        failed = ", ".join(f"{code} {_count(count)}" for code, count in peer.errors.items())
+        table.add_row(
+            Text(peer.state, style="green" if peer.state == "ok" else "red"),
+            _count(peer.asks),
+            _count(peer.hits),
+            human_size(peer.bytes),
+            Text(failed or "-", style="red" if failed else ""),
+            printable(peer.name),
+        )
+    _tell_more(table, len(peers))
     return table
 
 

@@ -649,6 +649,18 @@ class TestEightyColumns:
             assert word in words
 
 
+def test_stat_lists_other_stores_and_what_failed_with_them() -> None:
+    peers = [
+        {"name": "tcp://10.0.0.7:7400", "state": "ok", "asks": 20_000_000, "hits": 7, "bytes": 3 << 20},
+        {"name": "tcp://10.0.0.8:7400", "state": "lost", "asks": 2, "errors": {"KV-500": 3, "KV-604": 1}},
+    ]
+    text = page({"peers": peers}, width=80)
+    assert row(text, "ok") == ["ok", "20M", "7", "3MiB", "-", "tcp://10.0.0.7:7400"]
+    assert row(text, "lost")[-5:] == ["KV-500", "3,", "KV-604", "1", "tcp://10.0.0.8:7400"]
+    assert max(map(len, text.splitlines())) <= 80
+    assert "had it" not in page({})
+
+
 class TestDemo:
     """Its words, without its engines."""
 
