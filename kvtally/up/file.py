@@ -17,7 +17,7 @@ import msgspec
 from kvtally.config import Settings, load, unknown
 from kvtally.config.setting import PathOf, Several
 from kvtally.config.table import SETTINGS
-from kvtally.config.units import split_address
+from kvtally.config.units import is_loopback, split_address
 from kvtally.errors import ConfigError
 from kvtally.up.document import (
     EXAMPLE,
@@ -33,6 +33,7 @@ from kvtally.up.document import (
 )
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_NETWORK = "127.0.0.0/8"
 STORE_PORT = 7400  # of a store that other machines reach; its bytes travel on the next one
 # Decided by `up` for all parts. An engine's own arguments must not contradict it.
 OURS = {
@@ -261,6 +262,8 @@ def _store_settings(document: Document, name: str, path: Path) -> Flags:
         )
     address = f"{bracketed(node.address)}:{_store_port(name, given.pop('port', None), path)}"
     others = [other.address for other in document.nodes.values() if other is not node and other.pools]
+    if others and is_loopback(node.address):
+        others = [LOOPBACK_NETWORK]  # from there, the kernel chooses by which address the others see a connection come
     return _settings("store", {"tcp": address, **({"peers": others} if others else {}), **given}, path)
 
 

@@ -155,6 +155,13 @@ def test_whom_to_pull_from_may_be_said(peers: object, flag: str) -> None:
     assert argv[argv.index("--peers") + 1] == flag
 
 
+def test_nodes_on_one_machine_know_each_other_by_any_of_its_loopback_addresses() -> None:
+    """A connection from 127.0.0.3 to 127.0.0.2 comes from 127.0.0.1."""
+    nodes = {"a": {**A, "address": "127.0.0.2"}, "b": {**B, "address": "127.0.0.3"}}
+    argv = planned("a", nodes=nodes)["store"].argv
+    assert argv[argv.index("--peers") + 1] == "127.0.0.0/8"
+
+
 def test_a_node_without_others_shares_nothing() -> None:
     store = planned("a", nodes={"a": {"address": "10.0.0.7", "plain": 1}})["store"]
     assert ("--peers" in store.argv, store.ports) == (False, [7400])
@@ -240,7 +247,7 @@ def test_the_example_can_be_planned_as_it_is_and_with_all_it_leaves_out() -> Non
         (
             {"store": {**TOKEN, "tls_cert": "/c", "tls_key": "/k"}},
             "store.tls_cert is given without store.peers_ca",
-            "CA",
+            "peers_ca",
         ),
         ({"store": {**TOKEN, "advertise": "h:1"}}, "store.advertise is not for a file with nodes", "address"),
         ({"store": {**TOKEN, "port": 0}}, "store.port = 0 for node a", "7400"),
