@@ -59,6 +59,7 @@ class Daemon(Child):
         disk: Path | None = None,
         disk_read_bytes_s: int | None = None,
         logs: Path | None = None,
+        flags: Sequence[str] = (),
     ) -> None:
         self.socket = str(directory / f"{name}.sock")
         command = [sys.executable, "-m", "kvtally", "store", "--socket", self.socket, "--memory", str(memory_bytes)]
@@ -66,6 +67,7 @@ class Daemon(Child):
             command += ["--disk", str(disk), "--disk-size", str(2 * memory_bytes)]
         if disk_read_bytes_s is not None:
             command += ["--disk-read-limit", str(disk_read_bytes_s)]
+        command += flags
         super().__init__(command, (logs or directory) / f"{name}.log", name="a store", directory=directory)
         self._client = StoreClient(self.socket, name="bench")
         with ExitStack() as undo:

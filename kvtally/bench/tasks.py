@@ -11,9 +11,12 @@ compared with what was written, outside the timed part: a fast wrong answer is a
 from __future__ import annotations
 
 import os
+import socket
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
@@ -43,6 +46,7 @@ COMMIT = 20  # objects that are committed together
 FILL_PROMPTS = 8  # 256 objects each; two batches are half of the puts that a client may have open
 VOCABULARY = 150_000
 PATIENCE_S = 60.0
+RECEIVED_BYTES = 256 * KIB  # at once, as a store does
 TASK_S = 300.0  # the longest task fills an index with a million objects
 
 Tokens: TypeAlias = "array[int]"  # not subscriptable at run time before Python 3.12
@@ -90,6 +94,7 @@ class Bench:
         self.clients: dict[str, tuple[CopyingClient, Namespace]] = {}
         self.source: NDArray[np.uint8] = np.zeros((0, OBJECT_BYTES), dtype=np.uint8)  # one row for each object
         self.target = self.source
+        self.listener: socket.socket | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -225,6 +230,7 @@ class Get(Task, frozen=True):
     client: str
     number: int
     verify: bool
+    source: str = ""  # address of the store that has it
 
     def run(self, bench: Bench) -> list[float]:
         bench.blank()
@@ -236,7 +242,7 @@ class Get(Task, frozen=True):
         client, namespace = bench.clients[self.client]
         tokens = bench.set_prompt(self.number)
         watch = Stopwatch()
-        lease = answer(client.hold(question(namespace, tokens)))
+        lease = answer(client.hold(msgspec.structs.replace(question(namespace, tokens), source=self.source)))
         hit(client.wait_staged(lease, timeout_s=PATIENCE_S))
         staged = watch.read()
         slots = answer(client.slots(lease))
@@ -335,6 +341,70 @@ class RawWrite(Task, frozen=True):
             os.unlink(self.path)
 
 
+# ---- the network
+
+
+class Listen(Task, frozen=True):
+    """Listen for the connections of a `Send`. Returns the port."""
+
+    host: str
+
+    def run(self, bench: Bench) -> list[float]:
+        bench.listener = socket.create_server((self.host, 0))
+        return [bench.listener.getsockname()[1]]
+
+
+class Receive(Task, frozen=True):
+    """The limit of pulls: receive a set over plain sockets, as many as a store pulls with, a thread for each."""
+
+    connections: int
+
+    def run(self, bench: Bench) -> list[float]:
+        listener = bench.listener
+        if listener is None:
+            raise _failed("nobody listens")
+        listener.settimeout(PATIENCE_S)
+        peers = [listener.accept()[0] for _ in range(self.connections)]
+        bench.blank()
+        begun = time.perf_counter()
+        _each(peers, lambda peer, at: [_fill(peer, row.data) for row in bench.target[at :: self.connections]])
+        seconds = time.perf_counter() - begun
+        bench.compare()
+        return [seconds]
+
+
+class Send(Task, frozen=True):
+    """The other end of it."""
+
+    host: str
+    port: int
+    connections: int
+
+    def run(self, bench: Bench) -> list[float]:
+        peers = [socket.create_connection((self.host, self.port), PATIENCE_S) for _ in range(self.connections)]
+        _each(peers, lambda peer, at: [peer.sendall(row.data) for row in bench.source[at :: self.connections]])
+        return []
+
+
+def _each(peers: Sequence[socket.socket], action: Callable[[socket.socket, int], object]) -> None:
+    """Do this with each connection, in a thread of its own, and close them."""
+    with ThreadPoolExecutor(len(peers)) as pool, ExitStack() as closing:
+        for peer in peers:
+            closing.enter_context(peer)
+            peer.settimeout(None)
+        for done in [pool.submit(action, peer, at) for at, peer in enumerate(peers)]:
+            done.result(PATIENCE_S)
+
+
+def _fill(peer: socket.socket, target: memoryview) -> None:
+    view = memoryview(target).cast("B")
+    while view:
+        count = peer.recv_into(view[:RECEIVED_BYTES], 0, socket.MSG_WAITALL)
+        if not count:
+            raise _failed("the sender has closed")
+        view = view[count:]
+
+
 # ---- lookups
 
 
@@ -399,6 +469,7 @@ class Look(Task, frozen=True):
     seeds: list[int]
     expect_tokens: int
     part: Part = Part.WHOLE
+    source: str = ""  # address of another store, which is asked as well
 
     def run(self, bench: Bench) -> list[float]:
         return [self._one(*bench.clients[self.client], prompt(seed)) for seed in self.seeds]
@@ -408,7 +479,7 @@ class Look(Task, frozen=True):
             listed = tokens.tolist()
             return _timed(lambda: token_bytes(listed))
         begun = time.perf_counter()
-        asked = question(namespace, tokens)
+        asked = msgspec.structs.replace(question(namespace, tokens), source=self.source)
         hashed = time.perf_counter()
         if self.part is Part.HOLD:
             lease = answer(client.hold(asked))
@@ -429,7 +500,7 @@ class Look(Task, frozen=True):
 
 AnyTask: TypeAlias = (
     Allocate | Connect | Disconnect | Copy | CopyWhole | Put | Get | Window | PutThrough | RawRead | RawWrite | Fill
-    | Ping | Look
+    | Ping | Look | Listen | Receive | Send
 )  # fmt: skip
 
 
