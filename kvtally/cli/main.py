@@ -33,8 +33,8 @@ app = typer.Typer(
 config_app = typer.Typer(help="Show the settings that are in force.", no_args_is_help=True, rich_markup_mode=None)
 bench_app = typer.Typer(
     help="Measure each part on this machine, beside a limit or a peer of the same run.\n\n"
-    "`store` and `route` need nothing but kvtally; begin with `store --quick`. `repeat` and `prefetch` need vLLM, on a "
-    "CPU or a GPU; `gpu` needs an NVIDIA GPU. Each prints a table: what was measured, its limit, and whether it meets "
+    "`store`, `peers` and `route` need nothing but kvtally; begin with `store --quick`. `repeat` and `prefetch` need "
+    "vLLM, on a CPU or a GPU; `gpu` needs an NVIDIA GPU. Each prints a table: what was measured, its limit, and whether it meets "
     "its target; --json prints all figures. Let nothing else run on the machine meanwhile.",
     epilog="Example: kvtally bench store --quick · then: kvtally bench COMMAND --help",
     no_args_is_help=True,
@@ -167,6 +167,15 @@ def _bench_store(context: typer.Context) -> None:
     Each beside its limit: memcpy, or plain reads and writes of the same bytes.
     """
     _run_module("kvtally.bench.store", context.args)
+
+
+@bench_app.command("peers", context_settings=_PASS_ON, epilog="Example: kvtally bench peers --json")
+def _bench_peers(context: typer.Context) -> None:
+    """Two stores: what one pulls from the other.
+
+    Bytes beside raw sockets, with TLS too; lookups, and what the pulling store's own clients notice of it.
+    """
+    _run_module("kvtally.bench.peers", context.args)
 
 
 @bench_app.command("repeat", context_settings=_PASS_ON, epilog="Example: kvtally bench repeat --json")

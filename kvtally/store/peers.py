@@ -56,7 +56,7 @@ LONGEST_PAUSE_NS = 10 * SECOND_NS
 MOST_PEERS = 256  # whose health is remembered
 MOST_ASKS = 1_024  # open at once, at one peer
 MOST_DENIED = 65_536
-REFUSALS = ("KV-201", "KV-202", "KV-204", "KV-205", "KV-206")  # trying again soon does not help
+REFUSALS = ("KV-200", "KV-201", "KV-202", "KV-204", "KV-205", "KV-206", "KV-210")  # trying again soon does not help
 
 
 class Answer(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvtally.bench import gpu_report, prefetch_report, repeat_report, route, store_report
+from kvtally.bench import gpu_report, peers, prefetch_report, repeat_report, route, store_report
 from kvtally.bench.gpu_arms import disk_arm
 from kvtally.core.receipts import Half, Role
 
@@ -38,6 +38,7 @@ def keys(info: Any, at: str = "") -> Iterator[str]:
     ("bench", "figures"),
     [
         ("store", store_report.Figures),
+        ("peers", peers.Figures),
         ("repeat", repeat_report.Figures),
         ("prefetch", prefetch_report.Figures),
         ("route", route.Figures),
