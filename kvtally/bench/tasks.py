@@ -367,7 +367,7 @@ class Receive(Task, frozen=True):
         peers = [listener.accept()[0] for _ in range(self.connections)]
         bench.blank()
         begun = time.perf_counter()
-        _each(peers, lambda peer, at: [_fill(peer, row.data) for row in bench.target[at :: self.connections]])
+        _each(peers, lambda peer, at: _fill_all(peer, bench.target[at :: self.connections]))
         seconds = time.perf_counter() - begun
         bench.compare()
         return [seconds]
@@ -382,7 +382,7 @@ class Send(Task, frozen=True):
 
     def run(self, bench: Bench) -> list[float]:
         peers = [socket.create_connection((self.host, self.port), PATIENCE_S) for _ in range(self.connections)]
-        _each(peers, lambda peer, at: [peer.sendall(row.data) for row in bench.source[at :: self.connections]])
+        _each(peers, lambda peer, at: _send_all(peer, bench.source[at :: self.connections]))
         return []
 
 
@@ -396,13 +396,19 @@ def _each(peers: Sequence[socket.socket], action: Callable[[socket.socket, int],
             done.result(PATIENCE_S)
 
 
-def _fill(peer: socket.socket, target: memoryview) -> None:
-    view = memoryview(target).cast("B")
-    while view:
-        count = peer.recv_into(view[:RECEIVED_BYTES], 0, socket.MSG_WAITALL)
-        if not count:
-            raise _failed("the sender has closed")
-        view = view[count:]
+def _send_all(peer: socket.socket, objects: NDArray[np.uint8]) -> None:
+    for row in objects:
+        peer.sendall(row.data)
+
+
+def _fill_all(peer: socket.socket, objects: NDArray[np.uint8]) -> None:
+    for row in objects:
+        view = memoryview(row.data).cast("B")
+        while view:
+            count = peer.recv_into(view[:RECEIVED_BYTES], 0, socket.MSG_WAITALL)
+            if not count:
+                raise _failed("the sender has closed")
+            view = view[count:]
 
 
 # ---- lookups

@@ -87,9 +87,9 @@ class Lease:
     @property
     def sources(self) -> Loaded:
         """Where the store had the tokens that may be promised."""
+        if self.outcome is None:
+            return Loaded(0, 0, self.found.peer_tokens, self.found.pool_tokens).last(self.end_tokens)
         staged = self.outcome
-        if staged is None:
-            return Loaded(host=self.end_tokens)
         return Loaded(0, staged.disk_tokens, staged.peer_tokens, staged.pool_tokens).last(self.end_tokens)
 
     def share(self) -> SharedLease:

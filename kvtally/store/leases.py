@@ -16,7 +16,7 @@ from functools import partial
 
 from kvtally.core.hits import Hit
 from kvtally.core.prefetch import Planner, worth_loading
-from kvtally.core.residency import ARENA, Family, each_bit
+from kvtally.core.residency import ARENA, Family, Node, each_bit
 from kvtally.store.beliefs import LOAN_NS, Beliefs
 from kvtally.store.context import Context, Session
 from kvtally.store.jobs import Outcome, ReadJob
@@ -28,6 +28,7 @@ from kvtally.store.peers import Peers
 from kvtally.store.staging import Staging
 from kvtally.store.tier_state import TierKind
 from kvtally.wire.frames import fits
+from kvtally.wire.limits import SECOND_NS
 from kvtally.wire.messages import (
     ALL_RANKS,
     Done,
@@ -42,6 +43,8 @@ from kvtally.wire.messages import (
 )
 from kvtally.wire.stats import Prefetched
 
+MOST_TICKETS = 4_096  # of hand-offs, for which it is known what was pulled
+PULLED_NS = 60 * SECOND_NS  # for how long
 NUMBER_BYTES = 9  # the longest encoding of a number in a message
 SLOT_BYTES = 6 + 5 * NUMBER_BYTES  # the longest encoding of a slot without its pieces
 
@@ -58,6 +61,9 @@ class Leases:
             in_flight_bytes=context.limits.staging_bytes or capacity_bytes // 4,
         )
         self._peer_bytes = 0  # in leases of peers
+        # Ticket of a hand-off -> what was pulled for it, and from which tier. A hand-off may take several leases, and
+        # chunks may come before its first one (`offers`).
+        self._pulled_for: dict[str, dict[Node, int]] = {}
         self._is_room_new = False  # a lease that waits for room may fit now
         self.staging = Staging(context, self.planner, lower, beliefs, peers)
         self._estimates = LoadEstimates(context, self.planner, self.staging)
@@ -111,6 +117,8 @@ class Leases:
             found_reason,
             span_ns,
         )
+        pulled = self._pulled_for.get(request.ticket, {})
+        lease.staged.update((node, pulled[node]) for _, node, _ in needs if node in pulled)
         if session.is_peer:
             lease.peer_bytes = sum(self._sizes(needs).values())
             self._peer_bytes += lease.peer_bytes
@@ -396,17 +404,38 @@ class Leases:
         self._aim(lease, hit)
         lease.enter(LeaseState.ANNOUNCED)
         lease.staged_ns = now_ns
+        self._remember_pulled(lease, now_ns)
         found_reason = lease.found_reason if hit.end_tokens < longest_possible(request) else ""
         self._context.counts.lookup(request, hit.end_tokens, lease.reason or found_reason)
         self._context.send(lease.session, self._staged(lease, now_ns))
         if not hit.end_tokens:
             self._drop(lease, now_ns)
 
-    def _staged(self, lease: Lease, now_ns: int) -> Staged:
-        tokens = dict.fromkeys(TierKind, 0)  # by where they came from
+    def tokens_by_kind(self, lease: Lease) -> dict[TierKind, int]:
+        """Tokens of the hit that came from lower tiers, by the kind of tier."""
+        tokens = dict.fromkeys(TierKind, 0)
         for _, node, _ in lease.needs:
             if node in lease.staged:
                 tokens[self._context.tiers[lease.staged[node] - 1].info.kind] += node.end - node.start
+        return tokens
+
+    def _remember_pulled(self, lease: Lease, now_ns: int) -> None:
+        """Keep account of what a hand-off's lease has pulled, for the hand-off's next one."""
+        ticket = lease.request.ticket
+        pulled = {node: tier for node, tier in lease.staged.items() if not self._context.is_owned(tier)}
+        if not ticket or not pulled or lease.session.is_peer:
+            return
+        if ticket not in self._pulled_for:
+            if len(self._pulled_for) >= MOST_TICKETS:
+                return
+            self._context.alarms.set(now_ns + PULLED_NS, partial(self._forget_pulled, ticket))
+        self._pulled_for.setdefault(ticket, {}).update(pulled)
+
+    def _forget_pulled(self, ticket: str, now_ns: int) -> None:
+        del self._pulled_for[ticket]
+
+    def _staged(self, lease: Lease, now_ns: int) -> Staged:
+        tokens = self.tokens_by_kind(lease)
         return Staged(
             0,
             lease.id,

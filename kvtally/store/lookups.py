@@ -162,6 +162,7 @@ class Lookups:
         if lease is not None and not lease.is_announced:
             missing = (node.start for _, node, mask in lease.needs if mask & ~self._residency.arena_mask(node))
             in_arena = min(missing, default=in_arena)
+        pulled = self._leases.tokens_by_kind(lease) if lease is not None and lease.is_announced else {}
         self._context.send(
             session,
             Found(
@@ -176,6 +177,8 @@ class Lookups:
                 in_arena,
                 self._slots(lease) if lease is not None and lease.is_announced and request.slots else [],
                 asking.withdrawn,
+                pulled.get(TierKind.PEERS, 0),
+                pulled.get(TierKind.POOL, 0),
             ),
         )
         if lease is not None:

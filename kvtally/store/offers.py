@@ -60,7 +60,10 @@ class Offers:
         """A peer offers a prompt."""
         ends = offer.ends
         is_sound = bool(ends) and len(ends) <= self._context.limits.chains_per_lookup
-        if is_sound and len(offer.chains) == CHAIN_BYTES * len(ends) and len(self._followed) < MOST_OFFERS:
+        is_sound &= (
+            len(offer.chains) == CHAIN_BYTES * len(ends) and len(offer.ticket) <= self._context.limits.ticket_bytes
+        )
+        if is_sound and len(self._followed) < MOST_OFFERS:
             number = self._context.new_id()
             own = Session(-number, shared_memory=True, family=family, client="an offer", inbox=[])
             alarm = self._context.alarms.set(now_ns + IDLE_NS, partial(self._end, number))
@@ -93,6 +96,7 @@ class Offers:
             hold=True,
             early=True,
             source=offer.source,
+            ticket=offer.ticket,
             until_tokens=end,
         )
         self._lookups.lookup(followed.session, question, now_ns)

@@ -188,7 +188,7 @@ class Peers:
             return
         if self._may_ask(address) and now_ns >= self._peer(address).paused_until_ns:
             link = PeerLink(address, family.namespace.digest)
-            offer = Offer(self._context.new_id(), self._address, request.chains, request.ends)
+            offer = Offer(self._context.new_id(), self._address, request.chains, request.ends, request.ticket)
             self._outbox.append((link, offer))
 
     def reset(self, digest: bytes) -> None:

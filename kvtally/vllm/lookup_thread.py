@@ -471,7 +471,7 @@ def _question(client: StoreClient, lookup: PromptLookup, *, until_tokens: int = 
         prefill_tokens_s=lookup.prefill_tokens_s,
         slots=True,  # saves the worker of rank 0 its next question
         source=_elsewhere(client, *addresses),
-        ticket=handoff.prefill_ticket if handoff is not None and until_tokens else "",
+        ticket=handoff.prefill_ticket if handoff is not None else "",
         until_tokens=until_tokens,
         deliver=_elsewhere(client, lookup.deliver) if lookup.tails is None else "",
     )

@@ -163,6 +163,9 @@ class Found(Message, frozen=True, tag="found"):
     arena_tokens: int = 0  # of the hit: tokens whose objects were already in the arena
     slots: list[Slot] = []  # if asked for and held; none while `staging`
     withdrawn: str = ""  # why the prefill of `ticket` has saved nothing after all
+    # Of the hit: tokens that came from another store, or from the pool, for this ticket before it was asked about.
+    peer_tokens: int = 0
+    pool_tokens: int = 0
 
 
 class Staged(Message, frozen=True, tag="staged"):
@@ -241,6 +244,7 @@ class Offer(Message, frozen=True, tag="offer"):
     source: str  # the offering store's address
     chains: bytes
     ends: Boundaries
+    ticket: str = ""  # of the hand-off that it is for
 
 
 class Pull(Message, frozen=True, tag="pull"):

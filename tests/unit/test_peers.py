@@ -475,6 +475,26 @@ class TestOffers:
         found = pair.b.lookup()
         assert (found.end_tokens, found.staging) == (1024, 0)
 
+    def test_what_was_pulled_early_counts_as_pulled_for_its_hand_off(self) -> None:
+        pair = Pair()
+        pair.a.lookup(deliver=pair.b.address, ticket="t")
+        pair.a.save(0, 1, 2, 3)
+        pair.advance(2.1)
+        found = pair.b.lookup(ticket="t")
+        assert (found.end_tokens, found.staging, found.peer_tokens) == (1024, 0, 1024)
+        again = pair.b.lookup(ticket="u")  # another request finds it in the arena
+        assert (again.end_tokens, again.peer_tokens) == (1024, 0)
+
+    def test_what_an_earlier_lease_of_the_hand_off_pulled_counts_too(self) -> None:
+        pair = Pair()
+        pair.a.save(0)
+        _, staged = found_and_staged(pair.b.lookup(source=pair.a, ticket="t"))
+        assert staged.peer_tokens == 256
+        pair.a.save(1)
+        pair.advance(1.1)
+        _, staged = found_and_staged(pair.b.lookup(source=pair.a, ticket="t"))
+        assert (staged.end_tokens, staged.peer_tokens) == (512, 512)
+
     def test_attention_of_a_hybrid_model_is_pulled_without_its_states(self) -> None:
         pair = Pair(namespace=HYBRID)
         pair.a.lookup(deliver=pair.b.address)
