@@ -45,6 +45,7 @@ from kvtally.router.prefill import Prefill
 from kvtally.router.proxy import Proxy, error_response
 from kvtally.router.receipts import ReceiptReader
 from kvtally.router.requestlog import RequestLog
+from kvtally.router.stores import Stores
 from kvtally.router.tenants import Tenants, load_secret
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,12 @@ class Router:
             for member in fleet.members.values()
         ]
         stores = {address: reader.problem or "ok" for address, reader in self.known.readers.items()}
-        return _json({"instances": rows, "stores": stores, "flavour": self._config.flavour})
+        told = {
+            address: {"address": reader.greeting.address, "version": reader.greeting.version}
+            for address, reader in self.known.readers.items()
+            if reader.greeting is not None
+        }
+        return _json({"instances": rows, "stores": stores, "told": told, "flavour": self._config.flavour})
 
     def _receipt(self, ticket: str) -> web.Response:
         record = self.known.book.find(ticket)
@@ -205,7 +211,7 @@ async def running(config: RouterConfig, *, log_descriptor: int = 1, stop_s: floa
     """A router that listens until the context is left."""
     fleet = Fleet(config.prefill, config.decode, timeout_s=config.timeout_s)
     flavour = FLAVOURS[config.flavour]
-    addresses = sorted({member.instance.store for member in fleet.decode.members}) if flavour.has_receipts else []
+    addresses = sorted({member.instance.store for member in fleet.members.values()}) if flavour.has_receipts else []
     readers = {
         # A name that does not resolve yet is looked up again later: the router works without its stores, too.
         address: ReceiptReader(endpoint(address, token=config.token, ca_file=config.store_ca, must_resolve=False))
@@ -227,7 +233,7 @@ async def running(config: RouterConfig, *, log_descriptor: int = 1, stop_s: floa
             readers=readers,
             book=book,
             tenants=tenants,
-            prefill=Prefill(config, flavour, fleet, book, session),
+            prefill=Prefill(config, flavour, fleet, Stores(fleet, readers), book, session),
             intake=intake,
         )
         router = Router(config, proxy, Known(book, fleet, readers, lambda: log.lost), intake)

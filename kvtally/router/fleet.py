@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import cast
 
 import aiohttp
@@ -104,7 +104,7 @@ class Group:
         self.members = members
         self._turn = 0
 
-    def pick(self, held: dict[str, Held], *, besides: Collection[Member] = ()) -> Member | None:
+    def pick(self, held: Mapping[str, Held], *, besides: Collection[Member] = ()) -> Member | None:
         """One that is up and takes new requests, or None."""
         eligible = [item for item in self.members if item.is_up and not item.is_draining and item not in besides]
         if len(eligible) < 2:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import aiohttp
 import msgspec
 
 from kvtally.config import RouterConfig
-from kvtally.core.routing import PrefixMap, Skip, skip_prefill
+from kvtally.core.routing import Held, PrefixMap, Skip, skip_prefill
 from kvtally.router import body as bodies
 from kvtally.router.book import Book
 from kvtally.router.exchange import Exchange
@@ -26,6 +27,7 @@ from kvtally.router.flavours.base import Flavour, PrefillAnswer, ResponseUsage
 from kvtally.router.fleet import Fleet, Member
 from kvtally.router.judging import Promise
 from kvtally.router.legs import RETRIED_STATUSES, Failure, Leg, Whole, ask
+from kvtally.router.stores import Stores
 
 PREFILL_ATTEMPTS = 3
 PREFIXES, PREFIX_LIFETIME_NS = 65_536, 900 * 1_000_000_000
@@ -38,6 +40,14 @@ class Plan(NamedTuple):
 
     overlay: dict[str, object]
     promise: Promise
+
+
+class Way(NamedTuple):
+    """Where a prompt goes, and who has seen how much of it."""
+
+    decode: Member
+    decode_holds: Mapping[str, Held]
+    prefill_holds: Mapping[str, Held]
 
 
 class _Choice(msgspec.Struct):
@@ -58,11 +68,18 @@ class Prefill:
     """Asks prefill instances, for all requests."""
 
     def __init__(
-        self, config: RouterConfig, flavour: Flavour, fleet: Fleet, book: Book, session: aiohttp.ClientSession
+        self,
+        config: RouterConfig,
+        flavour: Flavour,
+        fleet: Fleet,
+        stores: Stores,
+        book: Book,
+        session: aiohttp.ClientSession,
     ) -> None:
         self._config = config
         self._flavour = flavour
         self._fleet = fleet
+        self._stores = stores
         self._book = book
         self._session = session  # for a flavour's questions, which are rare
         self._seen = PrefixMap(capacity=PREFIXES, lifetime_ns=PREFIX_LIFETIME_NS)
@@ -71,24 +88,27 @@ class Prefill:
         """An instance was down: what it held may be gone."""
         self._seen.forget(instance)
 
-    async def plan(self, exchange: Exchange, proved_bytes: int) -> Plan | Whole:
+    async def plan(self, exchange: Exchange, decode: Member, held: Mapping[str, Held]) -> Plan | Whole:
         """Have the prompt computed and saved by a prefill instance, unless decode had better compute it.
 
-        `proved_bytes` of the prompt are at decode already. A Whole is an answer that the client gets as it is."""
+        `held` is what decode instances have of the prompt. A Whole is an answer that the client gets as it is."""
         record = exchange.record
+        proved_bytes = held[decode.name].proved_bytes if decode.name in held else 0
+        seen = self._seen.holders(exchange.prints, time.monotonic_ns())
+        way = Way(decode, held, seen)
         if not self._fleet.prefill.members:
             record.prefill = "none"
-            return self._alone(exchange, Promise())
+            return self._alone(exchange, way, Promise())
         skip = self._skip(exchange, proved_bytes)
         if skip is not None:
             record.prefill = f"skipped:{skip}"
             self._book.skipped[skip] += 1
-            return self._alone(exchange, Promise(skip=skip))
-        answer = await self._try_instances(exchange)
+            return self._alone(exchange, way, Promise(skip=skip))
+        answer = await self._try_instances(exchange, way)
         if not isinstance(answer, Failure):
             return answer
         record.prefill = f"failed:{answer.reason}"
-        return self._alone(exchange, Promise(note=f"prefill_{answer.reason}"))
+        return self._alone(exchange, way, Promise(note=f"prefill_{answer.reason}"))
 
     def _skip(self, exchange: Exchange, proved_bytes: int) -> Skip | None:
         return bodies.skip_of(
@@ -99,8 +119,8 @@ class Prefill:
             from_tokens=self._config.prefill_from_tokens,
         )
 
-    async def _try_instances(self, exchange: Exchange) -> Plan | Whole | Failure:
-        held = self._seen.holders(exchange.prints, time.monotonic_ns())
+    async def _try_instances(self, exchange: Exchange, way: Way) -> Plan | Whole | Failure:
+        held = way.prefill_holds
         silent = [member for member in self._fleet.prefill.members if member.pace.is_left_alone]
         failure = Failure("silent" if silent else "down", "no prefill instance is up")
         tried: list[Member] = []
@@ -114,7 +134,7 @@ class Prefill:
                 self._book.retries["prefill"] += 1
             tried.append(member)
             seen_bytes = held[member.name].seen_bytes if member.name in held else 0
-            answer = await self._ask(exchange, member, exchange.prompt_bytes - seen_bytes)
+            answer = await self._ask(exchange, member, way, exchange.prompt_bytes - seen_bytes)
             if not isinstance(answer, Failure):
                 return answer
             failure = answer
@@ -123,7 +143,7 @@ class Prefill:
                 break
         return failure
 
-    async def _ask(self, exchange: Exchange, member: Member, compute_bytes: int) -> Plan | Whole | Failure:
+    async def _ask(self, exchange: Exchange, member: Member, way: Way, compute_bytes: int) -> Plan | Whole | Failure:
         """One attempt with one instance, which has to compute so many bytes of the prompt."""
         record = exchange.record
         begun_ms = exchange.elapsed_ms
@@ -133,7 +153,12 @@ class Prefill:
             overlay = {**bodies.prefill_overlay(exchange.fields), **opening.fields, "cache_salt": exchange.salt}
             headers = exchange.engine_headers(self._config.tenant_header)
             headers.update(opening.headers)
-            body = bodies.encode(exchange.fields, {**overlay, "kv_transfer_params": opening.params})
+            params = self._flavour.aimed(
+                opening.params,
+                source=self._stores.source(member, way.decode_holds, way.prefill_holds),
+                deliver=self._stores.beside(member, way.decode),
+            )
+            body = bodies.encode(exchange.fields, {**overlay, "kv_transfer_params": params})
             answer = await self._ask_in_time(member, Leg(exchange.path, headers, body), compute_bytes)
         except (OSError, ValueError) as error:  # from `open`
             return Failure("bootstrap", f"{member.instance.bootstrap} cannot be asked: {error}")
@@ -151,7 +176,7 @@ class Prefill:
         try:
             told = msgspec.json.decode(answer.body, type=_Prefilled)
         except (msgspec.DecodeError, RecursionError):
-            return self._alone(exchange, Promise(note="bad_answer"))
+            return self._alone(exchange, way, Promise(note="bad_answer"))
         self._seen.learn(exchange.prints, member.name, time.monotonic_ns(), proved=False)
         choice = told.choices[0] if told.choices else _Choice()
         handoff = self._flavour.close(
@@ -160,10 +185,11 @@ class Prefill:
             PrefillAnswer(told.usage.prompt_tokens, choice.finish_reason or "", told.kv_transfer_params),
         )
         if isinstance(handoff, str):
-            return self._alone(exchange, Promise(note=handoff))
+            return self._alone(exchange, way, Promise(note=handoff))
         found = [ids for ids in (told.prompt_token_ids, choice.prompt_token_ids) if bytes(ids).startswith(b"[")]
         ids = found[0] if found else None
-        overlay = bodies.handoff_overlay(exchange.kind, exchange.fields, ids, handoff.params)
+        params = self._flavour.trusted(handoff.params, self._stores.is_known)
+        overlay = bodies.handoff_overlay(exchange.kind, exchange.fields, ids, params)
         return Plan({**overlay, "cache_salt": exchange.salt}, Promise(half=handoff.half))
 
     async def _ask_in_time(self, member: Member, leg: Leg, compute_bytes: int) -> Whole | Failure:
@@ -185,9 +211,10 @@ class Prefill:
         finally:
             member.pace.ended(limit, took_s)
 
-    def _alone(self, exchange: Exchange, promise: Promise) -> Plan:
-        """Decode computes whatever it does not hold."""
-        params = self._flavour.alone(exchange.ticket)
+    def _alone(self, exchange: Exchange, way: Way, promise: Promise) -> Plan:
+        """Decode computes whatever it does not hold, and cannot pull."""
+        source = self._stores.source(way.decode, way.decode_holds, way.prefill_holds)
+        params = self._flavour.aimed(self._flavour.alone(exchange.ticket), source=source)
         return Plan({"kv_transfer_params": params, "cache_salt": exchange.salt}, promise)
 
     async def _ask_json(self, url: str) -> object:

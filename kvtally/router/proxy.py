@@ -118,8 +118,7 @@ class Proxy:
         del data
         held = self._seen.holders(exchange.prints, time.monotonic_ns())
         decode = self._pick_decode(held)
-        proved_bytes = held[decode.name].proved_bytes if decode.name in held else 0
-        plan = await self._prefill.plan(exchange, proved_bytes)
+        plan = await self._prefill.plan(exchange, decode, held)
         if isinstance(plan, Whole):  # the client's own mistake, in the engine's words
             self._settle(exchange, NO_PROMISE, None, f"status_{plan.status}")
             headers = header.for_client(plan.headers)

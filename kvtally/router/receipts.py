@@ -55,6 +55,7 @@ class ReceiptReader:
         self.endpoint = endpoint
         self.problem = "store_unreachable"  # empty while connected
         self.tried = asyncio.Event()  # set once the first attempt has succeeded or failed
+        self.greeting: Greeting | None = None  # what the store has told about itself, when it was last connected
         self._session: _Session | None = None
         self._pause_s = FIRST_PAUSE_S
         self._jitter = random.Random()
@@ -86,6 +87,7 @@ class ReceiptReader:
         try:
             logger.info("receipts are read from the store at %s", self.endpoint.address)
             self._session, self.problem, self._pause_s = session, "", FIRST_PAUSE_S
+            self.greeting = session.greeting
             self.tried.set()
             await session.ended
         finally:
@@ -111,6 +113,7 @@ class _Session(Session):
         self._questions: dict[int, tuple[asyncio.Future[Answer], asyncio.TimerHandle]] = {}
         self._frames: list[bytes] = []  # questions of this iteration of the loop, sent together
         self._last_id = 1  # the Hello
+        self.greeting: Greeting | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -139,6 +142,7 @@ class _Session(Session):
             self._settle(number, Answer(None, reason))
 
     def hello(self, greeting: Greeting) -> Hello:
+        self.greeting = greeting
         remedy = "Give the router the token that the store was started with: --token-file FILE."
         answer = answer_greeting(self._endpoint, greeting, token_remedy=remedy)
         return Hello(1, PROTOCOL_VERSION, f"router, process {os.getpid()}", proof=answer)

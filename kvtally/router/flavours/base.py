@@ -70,6 +70,15 @@ class Flavour:
         read what prefill kept, and may have filed a receipt."""
         return self.alone(ticket)
 
+    def aimed(self, params: Params | None, *, source: str = "", deliver: str = "") -> Params | None:
+        """The same parameters with addresses of stores: the one that has seen most of the prompt, and the one that will
+        want it. Only where engines have stores."""
+        return params
+
+    def trusted(self, params: Params | None, is_known: Callable[[str], bool]) -> Params | None:
+        """What prefill says, without addresses of stores that the router does not know."""
+        return params
+
     def evidence(self, body: bytes) -> Half | None:
         """Decode's half of the receipt, made from a response that is not streamed. Only where `has_evidence`."""
         return None

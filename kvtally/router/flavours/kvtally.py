@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import cast
+
 import msgspec
 
 from kvtally.config.instances import Instance
 from kvtally.core import handoff
 from kvtally.core.handoff import KEY
 from kvtally.router.flavours.base import Ask, Flavour, Handoff, Opening, Params, PrefillAnswer
+
+logger = logging.getLogger(__name__)
 
 UNREACHABLE = "store_unreachable"
 
@@ -32,6 +38,23 @@ class KVTally(Flavour):
             nothing = msgspec.structs.replace(saved, saved_tokens=0, chain="", reason=UNREACHABLE)
             return Handoff(self.alone(ticket), nothing.half())
         return Handoff(saved.told().params(), saved.half())
+
+    def aimed(self, params: Params | None, *, source: str = "", deliver: str = "") -> Params | None:
+        named = {name: address for name, address in (("source", source), ("deliver", deliver)) if address}
+        if not params or not named:
+            return params
+        return {**params, KEY: {**cast("Params", params[KEY]), **named}}
+
+    def trusted(self, params: Params | None, is_known: Callable[[str], bool]) -> Params | None:
+        told = handoff.parse((params or {}).get(KEY))
+        if not told.address or is_known(told.address):
+            return params
+        logger.warning(
+            "prefill names a store at %r that this router does not know; decode is not told of it. Name it in the "
+            "instance's store=ADDRESS.",
+            told.address,
+        )
+        return {**(params or {}), **msgspec.structs.replace(told, address="").params()}
 
     def alone(self, ticket: str) -> Params | None:
         return {KEY: {"ticket": ticket, "role": "decode"}}
