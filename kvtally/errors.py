@@ -95,7 +95,7 @@ CODES: dict[str, str] = {
     "KV-205": "the peer is another user, or the token is wrong",
     "KV-206": "the operation needs a namespace: say hello with one",
     "KV-207": "this version of vLLM was not tested",
-    "KV-208": "the model's weights cannot be identified",
+    "KV-208": "the weights of the model or of an adapter cannot be identified",
     "KV-209": "the engine's model or settings cannot be served correctly",
     "KV-210": "the other store does not take this one for a peer",
     "KV-300": "a limit was reached",

@@ -835,11 +835,24 @@ def lmcache_in_process(deployment: Deployment, asked: Options) -> Iterator[Hit]:
     source="vLLM 0.32 nixl/metadata.py, v1/kv_offload/file_mapper.py; LMCache 0.5.6 keys",
 )
 def model_differs(deployment: Deployment, asked: Options) -> Iterator[Hit]:
-    for _, _, one, two in _differing(deployment, _connected, _model):
+    for first, second, one, two in _differing(deployment, _connected, _model):
         is_same_end = one.text.rstrip("/").rpartition("/")[2] == two.text.rstrip("/").rpartition("/")[2]
-        detail = "the same name, other paths" if is_same_end else "two models"
+        detail, remedy = "the same name, other paths" if is_same_end else "two models", ""
+        are_folders = [value.text.startswith(("/", ".", "~")) for value in (one, two)]
+        if is_same_end and any(are_folders) and _families(first) | _families(second) == {Family.KVTALLY}:
+            if all(are_folders) or _have_one_identity(first, second):
+                return  # kvtally knows a folder by its bytes, wherever it lies
+            detail = "a folder, which kvtally knows by its bytes, and a name on the hub, which it knows by its commit"
+            remedy = "Load both from folders or both from the hub, or give both engines the same `model_identity`."
         level = None if deployment.is_disaggregated else Level.NOTE
-        yield Hit(f"{one.text} and {two.text}: {detail}", [one, two], level=level)
+        yield Hit(f"{one.text} and {two.text}: {detail}", [one, two], level=level, remedy=remedy)
+
+
+def _have_one_identity(*instances: Instance) -> bool:
+    """Whether the user has named the weights of these engines, and by one name."""
+    extras = [connector.extra for instance in instances for connector in instance.connectors()]
+    named = [extra.get("model_identity") or extra.get("kvtally.model_identity") for extra in extras]
+    return None not in named and len({value.text for value in named if value is not None}) == 1
 
 
 @rule(

@@ -80,7 +80,13 @@ REASONS: dict[str, Explained] = {
     ),
     MissReason.FOREIGN_NAMESPACE: Explained(
         "prefill and decode differ in model, revision, dtype or KV layout, so their bytes are not interchangeable",
-        "Start both with the same model and arguments; each engine's log names its namespace.",
+        "Start both with the same model and arguments: `kvtally stat` lists each store's namespaces and their models. "
+        "A model from the hub and the same files in a folder are two names: give both engines one `model_identity`.",
+    ),
+    MissReason.UNKNOWN_ADAPTER: Explained(
+        "nobody knows which bytes the request's LoRA adapter has: its files are being read, cannot be read, or have "
+        "changed since the engine first saw them",
+        "The engine's log says which. Give adapters as local folders, and a new version of one another name.",
     ),
     MissReason.OTHER_TOKENS: Explained(
         "prefill and decode tokenized the same text differently",

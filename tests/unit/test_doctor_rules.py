@@ -271,6 +271,27 @@ CASES = [
     Case("lmcache-in-process", lmcache(), pair(), NOTE, is_first=False),
     Case("model-differs", pair(decode={"model": "/models/Qwen3-8B"}), pair()),
     Case(
+        "model-differs",
+        pair("KVTally", flavour="kvtally", decode={"model": "/models/Qwen3-8B"}),
+        pair("KVTally", flavour="kvtally", prefill={"model": "/a/m"}, decode={"model": "/b/m"}),
+    ),
+    Case(
+        "model-differs",
+        pair("KVTally", flavour="kvtally", prefill={"model": "/a/m"}, decode={"model": "/b/n"}),
+        pair("KVTally", flavour="kvtally", model="/a/m"),
+    ),
+    Case(
+        "model-differs",
+        pair("KVTally", flavour="kvtally", prefill={"model": "a/m"}, decode={"model": "b/m"}),
+        pair(
+            "KVTally",
+            flavour="kvtally",
+            decode={"model": "/models/Qwen3-8B"},
+            extra={"model_identity": "qwen, as of May", "store": "/run/kv/s"},
+            volumes=["run:/run/kv"],
+        ),
+    ),
+    Case(
         "revision-differs",
         pair(prefill={"flags": "--revision a1"}, decode={"flags": "--revision b2"}),
         pair(flags="--revision a1"),
