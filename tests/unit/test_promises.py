@@ -21,7 +21,7 @@ from kvtally.vllm.boundaries import Boundaries, Extras
 from kvtally.vllm.lookup_thread import LONGEST_WAIT_MS, LookupAnswer, LookupThread, PromptLookup
 from kvtally.wire.frames import encode
 from kvtally.wire.messages import Done, Found, Lookup, MissReason, ReceiptGet, Release, Reply, Staged
-from tests.unit.fake_store import NAMESPACE, FakeStore, World
+from tests.unit.fake_store import NAMESPACE, Action, FakeStore, World
 from tests.waiting import HANG_S, HOUR_S, Clock, eventually
 
 CHUNK = NAMESPACE.chunk_tokens
@@ -317,7 +317,12 @@ def test_ones_own_store_is_offered_nothing(desk: Desk) -> None:
 
 def test_leases_of_answers_that_are_superseded_are_given_back(desk: Desk, clock: Clock) -> None:
     released: list[int] = []
-    desk.store.on[Release] = lambda request: [released.extend(request.leases) or Done(request.id)]
+
+    def release(request: Release) -> list[Action]:
+        released.extend(request.leases)
+        return [Done(request.id)]
+
+    desk.store.on[Release] = release
     clock.stop()
     desk.ask()
     for lease in (1, 2, 3):

@@ -638,6 +638,7 @@ def test_a_handoff_says_where_its_store_is(half: Callable[..., Any], lookups: As
     scheduler.on_new_request(asked)
     assert found(scheduler, asked) == (0, False)
     assert lookups.asked[0].deliver == "tcp://10.0.0.8:7400"
+    assert lookups.asked[0].handoff is not None
     assert lookups.asked[0].handoff.source == "tcp://10.0.0.9:7400"
     asked.num_computed_tokens = asked.num_prompt_tokens
     asked.status = RequestStatus.FINISHED_STOPPED
@@ -659,8 +660,13 @@ def test_an_engine_that_only_saves_has_its_prompts_offered_too(
 ) -> None:
     from kvtally.vllm.counters import MISSES
 
-    walk, walked = lookups.walk, []
-    monkeypatch.setattr(lookups, "walk", lambda lookup: walked.append(lookup) or walk(lookup))
+    walk, walked = lookups.walk, list[Any]()
+
+    def note(lookup: Any) -> None:
+        walked.append(lookup)
+        walk(lookup)
+
+    monkeypatch.setattr(lookups, "walk", note)
     scheduler, asked = half(FULL, reads=False), handed("tcp://10.0.0.8:7400")
     scheduler.on_new_request(asked)
     assert found(scheduler, asked) == found(scheduler, asked) == (0, False)
