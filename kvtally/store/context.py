@@ -19,6 +19,9 @@ from kvtally.wire.messages import Lookup, Refused, Reply
 from kvtally.wire.stats import LeaseStats, LookupStats, PutStats, QuarantinedObject, SendStats, StagedStats
 
 
+MOST_SPOILED = 4_096
+
+
 @dataclass(slots=True)
 class Session:
     """One connection."""
@@ -73,6 +76,10 @@ class Context:
         self.outbox: list[tuple[int, Reply]] = []
         self.jobs: list[Job] = []
         self.quarantine: deque[QuarantinedObject] = deque(maxlen=256)  # the latest ones, to be shown
+        # Boundaries of which an object was quarantined, by namespace and chain, until it is saved again. Their writers
+        # believe that they are here, so nobody should wait for them.
+        self.spoiled: dict[tuple[bytes, bytes], None] = {}
+        self.just_spoiled: list[Node] = []  # taken by `store`
         self._last_id = 0
 
     def new_id(self) -> int:
@@ -128,3 +135,7 @@ class Context:
             tokens=f"{node.start}..{node.end}",
         )
         self.quarantine.append(found)
+        self.spoiled[key.namespace, key.chain] = None
+        self.just_spoiled.append(node)
+        if len(self.spoiled) > MOST_SPOILED:
+            del self.spoiled[next(iter(self.spoiled))]

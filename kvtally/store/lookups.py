@@ -127,15 +127,14 @@ class Lookups:
         at = bisect_left(request.ends, end)
         is_promised = end > view.hit.end_tokens and at < len(request.ends) and request.ends[at] == end
         if is_promised and end <= request.limit_tokens and not asking.withdrawn and not request.source:
-            missing = -1
-            for group, spec in enumerate(family.namespace.groups):
-                have = request.have[group] if request.have else 0
-                for index in reversed(needed(spec, request.ends, at, have)):
-                    if not view.rows[group][index]:
-                        missing = max(missing, index)
-                        break
-            if missing >= 0:
-                return digest, request.chains[missing * CHAIN_BYTES : (missing + 1) * CHAIN_BYTES]
+            missing = [
+                (digest, request.chains[index * CHAIN_BYTES : (index + 1) * CHAIN_BYTES])
+                for index in sorted(_missing(family, request, view, at))
+            ]
+            if any(watch in self._context.spoiled for watch in missing):
+                asking.reason = asking.reason or MissReason.CHECKSUM
+            elif missing:
+                return missing[-1]
         if view.hopeful.end_tokens > view.hit.end_tokens:
             path = view.path[: view.hopeful.boundaries]
             pending = next(node for node in reversed(path) if node is not None and node.pending)
@@ -425,6 +424,15 @@ def _discard(sets: dict[Key, set[int]], key: Key, number: int) -> None:
     sets[key].discard(number)
     if not sets[key]:
         del sets[key]
+
+
+def _missing(family: Family, request: Lookup, view: View, at: int) -> set[int]:
+    """The boundaries at which something is missing that a hit at this boundary needs."""
+    missing = set()
+    for group, spec in enumerate(family.namespace.groups):
+        have = request.have[group] if request.have else 0
+        missing.update(index for index in needed(spec, request.ends, at, have) if not view.rows[group][index])
+    return missing
 
 
 def _have(family: Family, request: Lookup, view: View) -> list[int]:

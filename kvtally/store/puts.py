@@ -164,6 +164,7 @@ class Puts:
         """Make an object readable. A tier that could not be read when the put began may hold the object, too: if it was
         staged since then, that copy stays; a copy with other bytes is dropped."""
         residency, node, bit = self._residency, put.node, put.bit
+        self._context.spoiled.pop((node.family.namespace.digest, node.chain), None)
         if residency.arena_mask(node) >> bit & 1:
             residency.space.free(put.pieces)
             residency.end(node, bit)

@@ -288,6 +288,9 @@ class Store:
         while not is_done:
             for node in self._puts.take_settled():
                 self._lookups.settled(node, now_ns)
+            spoiled, self._context.just_spoiled = self._context.just_spoiled, []
+            for node in spoiled:
+                self._lookups.settled(node, now_ns)
             for ticket in self._receipts.take_withdrawn():
                 self._lookups.withdrawn(ticket, now_ns)
             for answer in self._peers.take_answers():

@@ -49,7 +49,7 @@ LONGEST_WAIT_MS = 300  # how long the store may wait for a promised boundary bef
 AGAIN_NS = 10_000_000
 RESET_PAUSE_S = 0.05  # between two requests to forget everything
 # What a store says where nothing more is to be expected of the store that promised.
-FINAL = (MissReason.FOREIGN_STORE, MissReason.PEER_LOST)
+FINAL = (MissReason.FOREIGN_STORE, MissReason.PEER_LOST, MissReason.CHECKSUM)
 
 
 class LookupAnswer(NamedTuple):

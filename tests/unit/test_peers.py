@@ -322,6 +322,32 @@ class TestPromises:
         found = pair.b.take()
         assert (found.end_tokens, found.withdrawn, found.reason) == (0, "arena_full", "arena_full")
 
+    def test_nobody_waits_for_what_was_quarantined(self) -> None:
+        """Its writer believes that it is there."""
+        pair = Pair()
+        pair.a.save(0, 1)
+        pair.outcome = Outcome(code="KV-401")
+        pair.b.lookup(source=pair.a)
+        pair.advance(6)
+        found = pair.b.lookup(source=pair.a, until_tokens=512, wait_ms=5_000)
+        assert (found.end_tokens, found.reason) == (0, MissReason.CHECKSUM)
+        pair.a.save(0, 1)
+        pair.outcome = Outcome()
+        _, staged = found_and_staged(pair.b.lookup(source=pair.a, until_tokens=512, wait_ms=5_000))
+        assert staged.end_tokens == 512
+
+    def test_a_wait_ends_when_what_is_there_is_quarantined(self) -> None:
+        pair = Pair()
+        pair.a.save(0, 1)
+        held = pair.a.lookup(limit_tokens=512)
+        assert pair.a.lookup(until_tokens=768, wait_ms=5_000) is None
+        pair.a.ask(Release(5, [held.lease], [(held.lease, 1, 0, 0)]))
+        parent, length = CHAINS[1], DENSE.object_bytes(0, 0, CHUNK)
+        slot = pair.a.ask(PutBegin(2, [PutObject(CHAINS[2], parent, 512, 768, 0, 0, length)])).slots[0]
+        replies = pair.a.ask(PutEnd(3, [(slot.put, 7)]))
+        (found,) = [reply for reply in replies if isinstance(reply, Found)]
+        assert (found.end_tokens, found.reason) == (256, MissReason.CHECKSUM)
+
     def test_another_tickets_withdrawal_changes_nothing(self) -> None:
         pair = Pair()
         pair.b.lookup(source=pair.a, until_tokens=512, wait_ms=1_000, ticket="t")
