@@ -18,7 +18,6 @@ from kvtally.wire.limits import Limits
 from kvtally.wire.messages import Lookup, Refused, Reply
 from kvtally.wire.stats import LeaseStats, LookupStats, PutStats, QuarantinedObject, SendStats, StagedStats
 
-
 MOST_SPOILED = 4_096
 
 

@@ -428,7 +428,7 @@ def _discard(sets: dict[Key, set[int]], key: Key, number: int) -> None:
 
 def _missing(family: Family, request: Lookup, view: View, at: int) -> set[int]:
     """The boundaries at which something is missing that a hit at this boundary needs."""
-    missing = set()
+    missing: set[int] = set()
     for group, spec in enumerate(family.namespace.groups):
         have = request.have[group] if request.have else 0
         missing.update(index for index in needed(spec, request.ends, at, have) if not view.rows[group][index])
