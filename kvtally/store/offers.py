@@ -31,6 +31,7 @@ from kvtally.wire.messages import Done, Found, Lookup, MissReason, Offer, Refuse
 MOST_OFFERS = 256  # followed at once
 WAIT_MS = 2_000  # for a boundary, each time
 IDLE_NS = 30 * SECOND_NS  # a prompt of which nothing new comes for so long is not followed any further
+AGAIN_NS = SECOND_NS // 10  # until it is asked for again after an answer that brought nothing
 MOST_STEPS = 8  # boundaries that are waited for at once: fewer questions than chunks
 COMING = ("", MissReason.ABSENT, MissReason.STATE_ABSENT, MissReason.PENDING)  # more may come
 
@@ -46,6 +47,8 @@ class Followed:
     boundaries: int = 0  # of the prompt, that have been in the arena
     steps: int = 1  # how many more are waited for
     lease: int = 0  # waits to be staged
+    reason: str = ""  # why that lease holds no more
+    again: Alarm | None = None  # when to ask again
     is_over: bool = False
 
 
@@ -103,12 +106,12 @@ class Offers:
 
     def _take_reply(self, followed: Followed, reply: Reply, now_ns: int) -> None:
         if isinstance(reply, Found) and reply.staging:
-            followed.lease = reply.lease
+            followed.lease, followed.reason = reply.lease, reply.withdrawn or reply.reason
         elif isinstance(reply, Found):
             self._reached(followed, reply.end_tokens, reply.lease, reply.withdrawn or reply.reason, now_ns)
         elif isinstance(reply, Staged) and reply.lease == followed.lease:
             lease = reply.lease if reply.end_tokens else 0  # one that holds nothing is over
-            self._reached(followed, reply.end_tokens, lease, reply.reason, now_ns)
+            self._reached(followed, reply.end_tokens, lease, reply.reason or followed.reason, now_ns)
         elif isinstance(reply, Refused):  # the offer makes no sense
             self._end(followed.id, now_ns)
 
@@ -118,20 +121,31 @@ class Offers:
         if lease:
             self._leases.release(followed.session, Release(2, [lease]), now_ns)
         reached = bisect_right(followed.offer.ends, end_tokens)
-        if reached > followed.boundaries:
+        is_new = reached > followed.boundaries
+        if is_new:
             followed.boundaries, followed.steps = reached, min(2 * followed.steps, MOST_STEPS)
             self._context.alarms.cancel(followed.alarm)
             followed.alarm = self._context.alarms.set(now_ns + IDLE_NS, partial(self._end, followed.id))
         else:
             followed.steps = 1
-        if followed.boundaries < len(followed.offer.ends) and reason in COMING:
-            self._ask(followed, now_ns)
-        else:
+        family = followed.session.family
+        is_forgotten = family is not None and family.is_forgotten  # a reset does not reach this session
+        if followed.boundaries == len(followed.offer.ends) or reason not in COMING or is_forgotten:
             self._end(followed.id, now_ns)
+        elif is_new:
+            self._ask(followed, now_ns)
+        else:  # its source has waited already, or could not: asking at once might go on for ever
+            followed.again = self._context.alarms.set(now_ns + AGAIN_NS, partial(self._again, followed))
+
+    def _again(self, followed: Followed, now_ns: int) -> None:
+        followed.again = None
+        self._ask(followed, now_ns)
 
     def _end(self, number: int, now_ns: int) -> None:
         followed = self._followed.pop(number)
         followed.is_over = True
+        if followed.again is not None:
+            self._context.alarms.cancel(followed.again)
         self._context.alarms.cancel(followed.alarm)
         self._lookups.disconnect(followed.session)
         self._leases.disconnect(followed.session, now_ns)
