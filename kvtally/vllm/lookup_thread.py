@@ -364,12 +364,15 @@ class LookupThread:
                 return False
         if not lookup.lease.is_staged:
             return False
-        self._settle(client, lookup, lookup.lease.reason)
+        last = lookup.lease
+        if lookup.tails is not None and lookup.shorter is not None and last.end_tokens <= lookup.shorter.end_tokens:
+            last = lookup.shorter  # no tail made the hit longer: why, the first answer says
+        self._settle(client, lookup, last.reason)
         return True
 
     def _is_to_come(self, client: StoreClient, lookup: PromptLookup, lease: Lease) -> bool:
-        """Whether more is promised than is there, and may still come."""
-        if lease.found.end_tokens >= lookup.promised_tokens:
+        """Whether more is promised than is there, and may still come. A question for a tail names other boundaries."""
+        if lookup.tails is not None or lease.found.end_tokens >= lookup.promised_tokens:
             return False
         assert lookup.handoff is not None
         lookup.doubt = lease.found.withdrawn or self._doubt(client, lookup, lookup.handoff)

@@ -279,6 +279,28 @@ def test_tails_are_looked_for_where_the_rest_is(desk: Desk) -> None:
     assert answer(lookup).end_tokens == CHUNK + 40
 
 
+@pytest.mark.parametrize("end", [0, CHUNK])
+def test_a_tail_that_does_not_help_changes_no_reason(desk: Desk, end: int) -> None:
+    """Its question ends elsewhere than the promise, which does not mean that prefill saw other tokens."""
+    lookup = desk.ask(FOREIGN)
+    question = desk.question()
+    desk.say(Found(question.id, end, 9 if end else 0, tails=[40, 41], reason=MissReason.PEER_LOST))
+    for tail in (41, 40):
+        question = desk.question()
+        assert question.ends[-1] == end + tail
+        desk.say(Found(question.id, end, 10 if end else 0, reason=MissReason.ABSENT))
+    assert (answer(lookup).end_tokens, answer(lookup).reason) == (end, MissReason.PEER_LOST)
+
+
+def test_a_tail_that_helps_has_its_own_reason(desk: Desk) -> None:
+    lookup = desk.ask(FOREIGN)
+    question = desk.question()
+    desk.say(Found(question.id, CHUNK, 9, tails=[40], reason=MissReason.PEER_LOST))
+    question = desk.question()
+    desk.say(Found(question.id, CHUNK + 40, 10, reason=MissReason.STATE_ABSENT))
+    assert (answer(lookup).end_tokens, answer(lookup).reason) == (CHUNK + 40, MissReason.STATE_ABSENT)
+
+
 # ---- prefill's side
 
 PREFILL = Handoff(ticket="t", role=Role.PREFILL, source=ELSEWHERE, deliver=THERE)
