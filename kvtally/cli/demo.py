@@ -66,7 +66,7 @@ NEXT = (
 )
 LAST = {
     1: "The same across two stores, as on two machines: kvtally demo --nodes 2",
-    2: "On two real machines: kvtally up nodes.yaml --node NAME on each (examples/nodes.yaml)",
+    2: "On two machines: kvtally up nodes.yaml --node NAME (see examples/nodes.yaml)",
 }
 
 
@@ -241,7 +241,7 @@ def play_nodes(up: TwoNodes, doing: Callable[[str], None]) -> Iterator[Row]:
     following = _Asked(up, turn, None)
     yield following.row(
         "next turn",
-        "decode kept what it held; only the new part, and the state at its end, came from prefill's store",
+        "decode and its store kept what they held: only the new end came from prefill's store",
         verdict=Verdict.PROVED,
         is_proved=following.computed == 1 and "peer:" in following.source,
     )

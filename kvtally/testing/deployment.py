@@ -151,7 +151,7 @@ class Deployment(Up):
             "env": dict(ENVIRONMENT),
             "store": {"memory": "512MiB", **changes.pop("store", {})},
             "router": {"port": port_of(self.router), "prefill_from": 1, **changes.pop("router", {})},
-            "connector": {"wait_ms": WAIT_MS},
+            "connector": {"wait_ms": WAIT_MS, **changes.pop("connector", {})},
             "logs": str(directory / "logs"),
             **changes,
         }
@@ -271,7 +271,8 @@ class TwoNodes(Deployment):
     """Two machines, in all but the network between them: prefill and the router on node a, decode on node b, each node
     with a store of its own. Nothing is shared but the loopback interface, on which each has its own address.
 
-    This is `kvtally up --node a`; `b` is the other one. `socket` is of decode's store, `prefill_socket` of prefill's.
+    This is `kvtally up --node a`; `b` is the other one. `socket` is of decode's store, `prefill_socket` of prefill's;
+    `stores` are the addresses of a's and b's.
     """
 
     def __init__(self, model: Model, directory: Path, **changes: Any) -> None:
@@ -280,14 +281,17 @@ class TwoNodes(Deployment):
         self.router = f"http://127.0.0.1:{ports[0]}"
         self.prefill, self.decode = f"http://{a}:{ports[1]}", f"http://{b}:{ports[2]}"
         self.prefill_socket, self.socket = str(directory / "a.sock"), str(directory / "b.sock")
-        token = directory / "token"
-        token.write_text(secrets.token_hex(16))
-        token.chmod(0o600)
-        changes["store"] = {"token_file": str(token), **changes.pop("store", {})}
+        self.stores = f"tcp://{a}:{ports[3]}", f"tcp://{b}:{ports[5]}"
+        self.token = directory / "token"
+        self.token.write_text(secrets.token_hex(16))
+        self.token.chmod(0o600)
+        changes["store"] = {"token_file": str(self.token), **changes.pop("store", {})}
         nodes = {
             "a": {"address": a, "prefill": {"port": ports[1]}, "store": _at(self.prefill_socket, a, *ports[3:5])},
             "b": {"address": b, "decode": {"port": ports[2]}, "store": _at(self.socket, b, *ports[5:7])},
         }
+        # On a busy machine a tiny model computes a prompt sooner than it is pulled, and the store would choose that.
+        changes["connector"] = {"always_load": True, **changes.pop("connector", {})}
         file = self._written(model, directory, {"nodes": nodes, **changes})
         Up.__init__(self, file, "--node", "a", log="up-a.log")
         self.b = Up(file, "--node", "b", log="up-b.log")

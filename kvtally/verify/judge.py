@@ -16,6 +16,7 @@ from kvtally.core.answers import TOLERANCE, Comparison
 from kvtally.core.receipts import Verdict
 from kvtally.core.routing import Skip
 from kvtally.verify.reasons import Explained, explain
+from kvtally.wire.messages import MissReason
 
 _LEFT_OUT = frozenset(Skip) - {Skip.HELD}
 MARGIN = 2.0  # times the engine's own deviation: tokens computed in other pieces are rounded differently
@@ -201,7 +202,7 @@ def _problem(seen: Observation, setting: Setting) -> Explained | None:
         return explain(Verdict.MISSING, seen.told.reason)
     if contradiction := _contradiction(seen):
         return contradiction
-    if not _is_expected(seen, setting):
+    if not _is_expected(seen, setting) or seen.told.reason == MissReason.SLOW_TIER:  # that was a choice, see `_note`
         return None
     if seen.told.verdict == Verdict.SHORT or not seen.told.reused_tokens:
         return explain(Verdict(seen.told.verdict), seen.told.reason)
@@ -236,6 +237,8 @@ def _note(seen: Observation, setting: Setting) -> Explained | None:
             f"prefill took no part ({told.skipped}): decode computed the prompt itself",
             "Short prompts are cheaper to compute than to move; router.prefill_from sets the limit.",
         )
+    if told.reason == MissReason.SLOW_TIER:
+        return explain(Verdict(told.verdict), told.reason)
     if told.is_late:
         return Explained(
             "decode's half of the receipt came too late for the response's headers, which say `missing`",

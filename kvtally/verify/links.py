@@ -32,8 +32,12 @@ CAUSES = {
         "they are of different versions", "Install the same version of kvtally on both machines, and restart both."
     ),
     "KV-205": Explained(
-        "it is refused, because the tokens differ or one of them is not on the other's list of peers",
-        "Give both stores the same token_file, and name each machine in the other's `peers`.",
+        "it is refused, because the two have different tokens",
+        "Give both stores the same token_file, and restart them.",
+    ),
+    "KV-210": Explained(
+        "it is refused, because it is not on the other's list of peers",
+        "Name each machine in the `peers` of the other's store, by the address from which its connections come.",
     ),
     "KV-500": Explained(
         "nothing accepts connections there",

@@ -98,7 +98,8 @@ REASONS: dict[str, Explained] = {
     ),
     MissReason.SLOW_TIER: Explained(
         "loading it would have taken longer than computing it",
-        "See the tier's speed in `kvtally stat --json`: a faster disk helps; `connector.always_load` loads anyway.",
+        "Nothing is wrong if the prompt is short. Otherwise a faster disk or network helps: `kvtally stat --json` has "
+        "the tiers' speeds. `connector.always_load` loads anyway.",
     ),
     # an engine that gives no reason
     "unknown": Explained("the engine gave no reason", _LOG),

@@ -113,7 +113,7 @@ def test_a_short_prompt_need_not_be_reused_without_prefill() -> None:
     assert "recurrent state" in only_problem(judge([alone("local", 992, turn=Turn.AGAIN), long], PLAIN))
 
 
-@pytest.mark.parametrize("reason", REASONS)
+@pytest.mark.parametrize("reason", [reason for reason in REASONS if reason != MissReason.SLOW_TIER])
 def test_recomputed_says_why(reason: str) -> None:
     report = judge([seen(), seen("recomputed", reused=0, told={"reason": reason})], PD)
     assert only_problem(report) == f"nothing was reused: {REASONS[reason].what}"
@@ -151,6 +151,22 @@ def test_missing() -> None:
 def test_missing_is_wrong_even_where_nothing_could_be_reused() -> None:
     report = judge([alone("missing", 0, told={"reason": "store_unreachable"})], PLAIN)
     assert only_problem(report).endswith("the store could not be reached")
+
+
+@pytest.mark.parametrize(("verdict", "reused"), [("recomputed", 0), ("short", 500)])
+def test_what_was_faster_to_compute_is_a_note(verdict: str, reused: int) -> None:
+    """A short prompt on another machine is computed sooner than it is pulled: that is a choice."""
+    chosen = seen(verdict, reused=reused, told={"reason": "slow_tier"})
+    report = judge([seen(), chosen], PD)
+    assert (report.outcome, [finding.is_problem for finding in report.findings]) == (Outcome.PROVED, [False])
+    assert "would have taken longer than computing it" in report.findings[0].what
+    wrong = msgspec.structs.replace(chosen, comparison=Comparison(problem="token 3 is 7, not 8"))
+    assert "token 3 is 7" in only_problem(judge([seen(), wrong], PD))
+
+
+def test_where_everything_was_faster_to_compute_nothing_is_proved() -> None:
+    report = judge([seen("recomputed", reused=0, told={"reason": "slow_tier"})], PD)
+    assert only_problem(report) == "no prompt was handed from prefill to decode"
 
 
 def test_a_late_receipt_is_a_note() -> None:

@@ -69,7 +69,7 @@ def test_every_cause_is_a_code_and_every_refusal_by_a_peer_that_can_be_mended_ha
 
 def test_what_happened_most_is_the_cause() -> None:
     [finding] = found(b=stats(KV_502=1, KV_205=7))
-    assert "tokens differ" in finding.what
+    assert "different tokens" in finding.what
 
 
 def test_a_store_that_never_tried_may_not() -> None:
