@@ -86,7 +86,7 @@ CODES: dict[str, str] = {
     "KV-103": "a directory that cannot be used",
     "KV-104": "another store already owns this socket or disk directory",
     "KV-105": "the configuration file cannot be read",
-    "KV-106": "what a deployment needs is not on this machine (vLLM, the model, a store)",
+    "KV-106": "what a deployment needs is not on this machine (vLLM, the model, a store, NIXL, RDMA)",
     "KV-200": "two parts do not fit together",
     "KV-201": "client and store speak different protocol versions",
     "KV-202": "the namespace cannot be registered (too many groups or ranks, objects too large, digest mismatch)",

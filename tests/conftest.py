@@ -46,7 +46,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "BODY_S", HANG_S)
     monkeypatch.setattr(dial, "HANDSHAKE_S", HANG_S)
     for module, names in (
-        (bulk, ("HELLO_S", "IDLE_S", "STALL_S", "JOB_S", "JOIN_S")),
+        (bulk, ("HELLO_S", "IDLE_S", "STALL_S", "READ_S", "JOB_S", "JOIN_S")),
         (peer, ("CONNECT_S", "STALL_S")),
     ):
         for name in names:

@@ -337,6 +337,8 @@ def check_network(config: StoreConfig) -> None:
     for name in ("advertise", "bulk", "peers_ca"):
         if value := getattr(config, name):
             raise wrong(f"store.{name} = {value} is given without store.peers", "Name the peers: --peers NETWORK.")
+    if config.transport != "tcp":
+        raise wrong(f"store.transport = {config.transport} is given without store.peers", "Name the peers: --peers.")
 
 
 def _check_peers(config: StoreConfig) -> None:
@@ -361,6 +363,11 @@ def _check_peers(config: StoreConfig) -> None:
         raise wrong(
             f"store.{given} is given without store.{missing}: between peers TLS must cover both directions",
             "Give every store its certificate (tls_cert, tls_key) and the authority of the others' (peers_ca).",
+        )
+    if config.transport != "tcp" and config.tls_cert and config.bulk_tls:
+        raise wrong(
+            f"store.transport = {config.transport} does not encrypt KV bytes, which store.bulk_tls asks for",
+            "Use transport: tcp, or say that the network is private: bulk_tls: false.",
         )
 
 

@@ -148,8 +148,9 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting(
             name="transport",
-            description="How KV bytes travel between stores: tcp, or nixl (RDMA).",
-            kind=Choice(metavar="NAME", default="tcp", among=("tcp", "nixl")),
+            description="How KV bytes travel between stores: tcp, or nixl (RDMA; all stores need it, and "
+            "kvtally[nixl]). With nixl-tcp, NIXL may do without RDMA, which is slower than tcp.",
+            kind=Choice(metavar="NAME", default="tcp", among=("tcp", "nixl", "nixl-tcp")),
             example="nixl",
         ),
         Setting(

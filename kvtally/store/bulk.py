@@ -1,6 +1,7 @@
 """The port that other stores pull bytes from: objects go out of the arena on connections of their own.
 
     Pull ──▶ connection's thread ──pulled──▶ Store.pull ─▶ SendJob ──deliver──▶ connection's thread ─▶ header and bytes
+                                                    or, for a puller that reads by NIXL: pieces ─▶ it reads ─▶ Pulled
     Store.sent ◀──sent── how it ended, exactly once for each job, whatever becomes of the connection
 
 Owns bulk connections: who may open one, the proof of the token both ways, their number, and the sending. Decides
@@ -32,10 +33,10 @@ from kvtally.store.jobs import Outcome, SendJob
 from kvtally.store.listen import Acceptor, refuse
 from kvtally.store.stream import Stream
 from kvtally.wire.auth import NONCE_BYTES, proof, store_proof
-from kvtally.wire.bulk import Header, PullStatus
+from kvtally.wire.bulk import Header, PullStatus, pack_pieces
 from kvtally.wire.frames import encode, request_reader
 from kvtally.wire.limits import KIB
-from kvtally.wire.messages import PROTOCOL_VERSION, Greeting, Hello, Pull, Refused, Request, Welcome
+from kvtally.wire.messages import PROTOCOL_VERSION, Greeting, Hello, Pull, Pulled, Refused, Request, Welcome
 
 logger = logging.getLogger("kvtally.store")
 
@@ -44,6 +45,7 @@ MOST_STRANGERS = 64  # of them, those that have not said hello
 HELLO_S = 5.0
 IDLE_S = 5.0  # a connection on which nothing is asked for this long is closed
 STALL_S = 2.0  # a puller that takes no byte for this long is cut off
+READ_S = 5.0  # the longest that an object stays where it is for a puller that reads it there
 JOB_S = 5.0  # the longest that the store takes to answer a pull; it does at once
 JOIN_S = 2.0
 STACK_BYTES = 256 * KIB
@@ -66,15 +68,24 @@ class BulkHost(Protocol):
 
 
 class BulkListener(Acceptor):
-    """Accepts on the bulk port. `deliver` takes the jobs that the store decided on."""
+    """Accepts on the bulk port. `deliver` takes the jobs that the store decided on. `card` is for pullers that read by
+    NIXL."""
 
     def __init__(
-        self, host: BulkHost, listener: socket.socket, arena: Arena, *, token: str, tls: ssl.SSLContext | None = None
+        self,
+        host: BulkHost,
+        listener: socket.socket,
+        arena: Arena,
+        *,
+        token: str,
+        tls: ssl.SSLContext | None = None,
+        card: bytes = b"",
     ) -> None:
         super().__init__(listener)
         self.port = listener.getsockname()[1]
         self.arena = arena
         self.token = token
+        self.card = card
         self.post = self._loop.call_soon_threadsafe
         self.host = host
         self._tls = tls
@@ -218,7 +229,8 @@ class _Connection:
             self.stream.send([encode(refused)], STALL_S)
             raise
         self.is_known = True
-        welcome = Welcome(hello.id, self.id, proof=store_proof(self._listener.token, hello.nonce))
+        listener = self._listener
+        welcome = Welcome(hello.id, self.id, proof=store_proof(listener.token, hello.nonce), card=listener.card)
         self.stream.send([encode(welcome)], STALL_S)
 
     def _next(self, within_s: float) -> Request | None:
@@ -247,7 +259,7 @@ class _Connection:
             return False
         begun_s, code = time.perf_counter(), ""
         try:
-            self._send(job)
+            self._send(job, pull)
         except TimeoutError as error:
             code = "KV-501"
             raise CapacityError(str(error), remedy="The store that pulls does not read.", code="KV-300") from error
@@ -259,12 +271,26 @@ class _Connection:
             self._listener.post(self._listener.host.sent, job, outcome)
         return True
 
-    def _send(self, job: SendJob) -> None:
+    def _send(self, job: SendJob, pull: Pull) -> None:
         if job.status is not PullStatus.SENT:
             self.stream.send([Header(0, job.pull, job.status).pack()], STALL_S)
             return
+        if pull.in_place and self._listener.card:
+            self._place(job)
+            return
         header = Header(job.length_bytes, job.pull, job.status)
         self.stream.send([header.pack(), *self._listener.arena.views(job.pieces)], STALL_S)
+
+    def _place(self, job: SendJob) -> None:
+        """Have the puller read the object where it lies. Its answer comes when it has: until then the job holds it."""
+        pieces = pack_pieces(job.pieces)
+        self.stream.send([Header(len(pieces), job.pull, PullStatus.PLACED).pack(), pieces], STALL_S)
+        said = self._next(READ_S)
+        if said is None:
+            raise ConnectionResetError("the puller has left")
+        if said != Pulled(job.pull):
+            raise _out_of_turn(said)
+        self.stream.send([Header(0, job.pull, PullStatus.SENT).pack()], STALL_S)
 
 
 def check_peer_hello(hello: Hello, nonce: bytes, token: str) -> None:

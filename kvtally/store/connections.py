@@ -37,7 +37,7 @@ from kvtally.store.store import Health, Store
 from kvtally.wire.auth import proof, store_proof
 from kvtally.wire.frames import encode, request_reader
 from kvtally.wire.limits import MIB, SECOND_NS, Limits
-from kvtally.wire.messages import Greeting, Hello, Pull, Refused, Reply, Request, Stats, StatsGet, Welcome
+from kvtally.wire.messages import Greeting, Hello, Pull, Pulled, Refused, Reply, Request, Stats, StatsGet, Welcome
 from kvtally.wire.stats import ServerStats, StoreStats
 
 logger = logging.getLogger("kvtally.store")
@@ -92,7 +92,7 @@ class Hub:
             return
         if isinstance(request, StatsGet):
             connection.send(encode(Stats(request.id, msgspec.to_builtins(self.stats()))))
-        elif isinstance(request, Pull):
+        elif isinstance(request, Pull | Pulled):
             connection.refuse(_pull_here())
         else:
             self.store.handle(connection.session, request, now_ns)

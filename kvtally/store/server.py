@@ -31,6 +31,7 @@ from kvtally import __version__
 from kvtally.config import StoreConfig, check_network
 from kvtally.config.peers import SCHEME, PeerList, is_wildcard
 from kvtally.config.units import human_size, split_address
+from kvtally.core.space import Piece
 from kvtally.dialling import watch
 from kvtally.errors import CapacityError, ConfigError, IncompatibleError, IntegrityError, KVTallyError, TierError
 from kvtally.shm import peer_uid
@@ -57,6 +58,7 @@ from kvtally.store.tier_state import TierKind
 from kvtally.store.tiers.base import PeerSource, Tier
 from kvtally.store.tiers.files import open_disk
 from kvtally.store.tiers.limited import LimitedTier
+from kvtally.store.tiers.nixl import Nixl
 from kvtally.store.tiers.peer import PeerTier
 from kvtally.wire.auth import NONCE_BYTES
 from kvtally.wire.frames import encode
@@ -170,9 +172,10 @@ class StoreServer:
         self.arena = Arena(config.memory_bytes)
         stack.callback(self.arena.close)
         dialer = self._dialer(name, tcp) if peers and tcp is not None else None
+        nixl = await self._open_nixl(stack, name) if dialer is not None and config.transport != "tcp" else None
         tiers: list[Tier | PeerSource] = [*self._open_tiers(config)]  # the last that may refuse: memory comes after it
         if dialer is not None:
-            tiers.append(PeerTier(dialer.bulk_endpoint))
+            tiers.append(PeerTier(dialer.bulk_endpoint, nixl))
         self.arena.populate(lambda failure: loop.call_soon_threadsafe(self._populated, started_ns, failure))
         huge_pages = "huge pages" if self.arena.huge_pages else "4 KiB pages"
         logger.info("arena of %s, %s, pre-faulting in the background", human_size(self.arena.size_bytes), huge_pages)
@@ -203,7 +206,7 @@ class StoreServer:
         stack.push_async_callback(self.hub.close)
         if dialer is not None and hosts is not None and bulk is not None:
             stack.push_async_callback(dialer.close)
-            await self._listen_bulk(stack, hosts, bulk)
+            await self._listen_bulk(stack, hosts, bulk, nixl.card if nixl is not None else b"")
         if admin is not None:
             start_listening(admin, "admin")
             self.admin_port = admin.getsockname()[1]
@@ -246,7 +249,17 @@ class StoreServer:
             bulk_tls=tls if config.bulk_tls else None,
         )
 
-    async def _listen_bulk(self, stack: contextlib.AsyncExitStack, hosts: PeerNames, listener: socket.socket) -> None:
+    async def _open_nixl(self, stack: contextlib.AsyncExitStack, name: str) -> Nixl:
+        """Registering takes all memory of the arena, and so some time, before anybody can connect."""
+        (arena,) = self.arena.views([Piece(0, self.arena.size_bytes)])
+        nixl = await asyncio.to_thread(Nixl, name, arena, may_use_tcp=self.config.transport == "nixl-tcp")
+        stack.callback(nixl.close)
+        logger.info("peers read this arena by NIXL%s", ", which may use TCP" if nixl.may_use_tcp else "")
+        return nixl
+
+    async def _listen_bulk(
+        self, stack: contextlib.AsyncExitStack, hosts: PeerNames, listener: socket.socket, card: bytes
+    ) -> None:
         """Serve bytes to peers, once it is known who they are."""
         config = self.config
         await hosts.look_up()
@@ -258,7 +271,7 @@ class StoreServer:
                 0  # pullers keep their connections, and what they have not asked for would look like an end
             )
         start_listening(listener, "bulk")
-        self.hub.bulk = BulkListener(self.hub, listener, self.arena, token=config.token, tls=tls)
+        self.hub.bulk = BulkListener(self.hub, listener, self.arena, token=config.token, tls=tls, card=card)
         stack.push_async_callback(self.hub.bulk.close)
         self.bulk_port = self.hub.bulk.port
         logger.info("peers reach this store at %s, and its bytes on port %s", self.address, self.bulk_port)
@@ -423,10 +436,6 @@ def check(config: StoreConfig) -> None:
     server, client = tls_context(config.tls_cert, config.tls_key), peers_context(config.peers_ca)
     if server is not None and client is not None:
         check_certificate(server, client, split_address(config.advertise).host)
-    if config.peers and config.transport != "tcp":
-        raise ConfigError(
-            f"store.transport = {config.transport} is not available here", remedy="Use tcp, which is the default."
-        )
     check_admin(config.admin)
 
 

@@ -94,6 +94,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     digest: bytes = b""  # of the registered namespace
     proof: bytes = b""  # to a peer: of its nonce, so that it takes bytes only from a store that knows the token
     bulk_port: int = 0  # to a peer: where bytes are pulled from, on the same host
+    card: bytes = b""  # on bulk connections: what a peer's NIXL needs to read this store's arena
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -255,6 +256,13 @@ class Pull(Message, frozen=True, tag="pull"):
     index: int  # boundary index of the lookup
     group: int
     rank: int
+    in_place: bool = False  # say where the object lies instead, and keep it there until `Pulled`
+
+
+class Pulled(Message, frozen=True, tag="pulled"):
+    """The object of a Pull that was answered with its place has been read there. Only on bulk connections."""
+
+    id: int  # of the Pull
 
 
 # ---- writing
@@ -369,6 +377,7 @@ Request = (
     | Release
     | Offer
     | Pull
+    | Pulled
     | PutBegin
     | PutEnd
     | ReceiptFile

@@ -334,8 +334,18 @@ class TestPeers:
         assert store(None, **self.NETWORK, **both, PEERS_CA="some.pem").peers_ca
 
     def test_a_transport_that_there_is_not(self) -> None:
-        assert "tcp or nixl" in refusal(None, **self.NETWORK, TRANSPORT="rdma").remedy
+        assert "tcp or nixl or nixl-tcp" in refusal(None, **self.NETWORK, TRANSPORT="rdma").remedy
         assert store(None, **self.NETWORK, TRANSPORT="nixl").transport == "nixl"
+
+    def test_nixl_is_for_peers_and_never_encrypted_by_accident(self) -> None:
+        Path("some.pem").write_text("", encoding="utf-8")
+        tls = {"TLS_CERT": "some.pem", "TLS_KEY": "some.pem", "PEERS_CA": "some.pem"}
+        for transport in ("nixl", "nixl-tcp"):
+            assert "--peers" in refusal(None, TCP="10.0.0.5:7400", TOKEN=TOKEN, TRANSPORT=transport).remedy
+            error = refusal(None, **self.NETWORK, **tls, TRANSPORT=transport)
+            assert (error.code, "bulk_tls: false" in error.remedy) == ("KV-100", True)
+            assert store(None, **self.NETWORK, **tls, TRANSPORT=transport, BULK_TLS="false").transport == transport
+        assert store(None, **self.NETWORK, **tls).bulk_tls
 
 
 class TestPeerList:

@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtally.core.receipts import Half, Receipt, Role
+from kvtally.core.space import MAX_PIECES, Piece
 from kvtally.errors import TransportError
 from kvtally.wire import messages as m
 from kvtally.wire.auth import NONCE_BYTES, proof, store_proof
-from kvtally.wire.bulk import HEADER_BYTES, Header, PullStatus
+from kvtally.wire.bulk import HEADER_BYTES, MOST_PIECES_BYTES, Header, PullStatus, pack_pieces, unpack_pieces
 from kvtally.wire.frames import FrameReader, encode, reply_reader, request_reader
 from kvtally.wire.limits import Limits
 
@@ -67,7 +68,8 @@ EXAMPLES: tuple[m.Request | m.Reply, ...] = (
     m.SlotsGet(1, 2, 3),
     m.Release(1, [2, 3], [(4, 5, 6, 7)]),
     m.Offer(1, "tcp://a:1", bytes(range(64)), [256, 300], "t"),
-    m.Pull(1, 2, 3, 4, 5),
+    m.Pull(1, 2, 3, 4, 5, True),
+    m.Pulled(1),
     m.PutBegin(1, [m.PutObject(b"\x01", b"\x02", 3, 4, 5, 6, 7)]),
     m.PutEnd(1, [(2, 2**64 - 1)], [3]),
     m.ReceiptFile(1, "ticket", PREFILL),
@@ -76,7 +78,7 @@ EXAMPLES: tuple[m.Request | m.Reply, ...] = (
     m.StatsGet(1),
     m.Reset(1, b"\x01"),
     m.Greeting(1, "0.1", "store", 2, True, LIMITS, b"\x03", "tcp://a:1"),
-    m.Welcome(1, 2, b"\x03", b"\x04", 5),
+    m.Welcome(1, 2, b"\x03", b"\x04", 5, b"\x06"),
     m.Refused(1, "KV-204", "what", "remedy"),
     m.Found(1, 2, 3, 4, 5, [b"\x06"], [7], "absent", 8, [m.Slot(2, 3, 4, 5, [6, 7], 8)], "refused", 9, 10),
     m.Staged(1, 2, 3, "checksum", 4, 5, 6, 7, 1.5, 2.5, 8, 9),
@@ -336,7 +338,7 @@ def older(message: Any, raw: Any) -> Any:
 def test_messages_of_the_version_before_peers_are_read_with_defaults_for_what_is_new() -> None:
     before = json.loads(BEFORE_PEERS.read_text())
     examples = {type(example).__name__: example for example in EXAMPLES}
-    assert set(examples) - set(before) == {"Offer", "Pull"}
+    assert set(examples) - set(before) == {"Offer", "Pull", "Pulled"}
     for name, frame in before.items():
         data = bytes.fromhex(frame)
         expected = older(examples[name], msgspec.msgpack.decode(data[4:]))
@@ -348,7 +350,7 @@ def test_what_is_new_is_not_read_from_older_messages_by_accident() -> None:
     before = json.loads(BEFORE_PEERS.read_text())
     changed = {name for name, frame in golden_values().items() if before.get(name) != frame}
     grown = {"Hello", "Lookup", "Greeting", "Welcome", "Found", "Staged", "Slots", "ReceiptFile", "Receipts"}
-    assert changed == {*grown, "Offer", "Pull"}
+    assert changed == {*grown, "Offer", "Pull", "Pulled"}
     (hello,) = request_reader(LIMIT).feed(bytes.fromhex(before["Hello"]))
     assert (hello.peer, hello.nonce) == (False, b"")  # type: ignore[union-attr]
     (found,) = reply_reader(LIMIT).feed(bytes.fromhex(before["Found"]))
@@ -363,6 +365,18 @@ def test_a_header_comes_back_as_it_was() -> None:
     assert len(header.pack()) == HEADER_BYTES
     assert Header.unpack(header.pack()) == header
     assert Header.unpack(Header(1, 2**32 + 5, PullStatus.SENT).pack()).pull == 5
+
+
+def test_pieces_come_back_as_they_were() -> None:
+    pieces = [Piece(number << 40, 1 << number) for number in range(MAX_PIECES)]
+    assert unpack_pieces(pack_pieces(pieces)) == pieces
+    assert len(pack_pieces(pieces)) == MOST_PIECES_BYTES
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 17])
+def test_what_is_no_pieces_is_noticed(size: int) -> None:
+    with pytest.raises(ValueError, match="no pieces"):
+        unpack_pieces(bytes(size))
 
 
 def test_a_client_s_proof_is_none_of_a_store_s() -> None:

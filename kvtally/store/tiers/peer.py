@@ -6,6 +6,8 @@ Owns connections to bulk ports: made when needed, kept while nobody uses them, n
 for each store. It writes, removes and finds nothing: what others hold is theirs, and is asked for over control links
 (`store.dial`, which also knows where their bulk ports are).
 
+With `transport: nixl` the other store says where the object lies, keeps it there, and `nixl` reads it.
+
 A store that failed is left alone for a moment: reads of it that wait in the mover's queue fail at once, so a store that
 was stopped costs one timeout, not one for each object.
 """
@@ -19,16 +21,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from msgspec import structs
+
 from kvtally.dialling import check_proof, prepare
 from kvtally.endpoint import Endpoint, answer_greeting
 from kvtally.errors import IncompatibleError, TierError, TransportError
 from kvtally.store.stream import PART_BYTES, Stream, parts_of
 from kvtally.store.tiers.base import READERS, ObjectRecord, PeerPlace
+from kvtally.store.tiers.nixl import Nixl
 from kvtally.wire.auth import NONCE_BYTES
-from kvtally.wire.bulk import HEADER_BYTES, Header, PullStatus
+from kvtally.wire.bulk import HEADER_BYTES, MOST_PIECES_BYTES, Header, PullStatus, unpack_pieces
 from kvtally.wire.frames import encode, reply_reader
 from kvtally.wire.limits import Limits
-from kvtally.wire.messages import PROTOCOL_VERSION, Greeting, Hello, Pull, Refused, Reply, Welcome
+from kvtally.wire.messages import PROTOCOL_VERSION, Greeting, Hello, Pull, Pulled, Refused, Reply, Welcome
 
 CONNECT_S = 0.5  # to reach the port, and again to agree on TLS
 STALL_S = 1.0  # a store that sends nothing for this long is lost
@@ -37,14 +42,16 @@ MOST_IDLE = 64  # connections that nobody uses, to all stores together
 
 
 class PeerTier:
-    """A `PeerSource`. `endpoint_of` knows the bulk port of a store to which there is a control link."""
+    """A `PeerSource`. `endpoint_of` knows the bulk port of a store to which there is a control link. With `nixl`, bytes
+    are read by it and in no other way."""
 
     name = "peers"
     capacity_bytes: int | None = None
     readers = READERS
 
-    def __init__(self, endpoint_of: Callable[[str], Endpoint | None]) -> None:
+    def __init__(self, endpoint_of: Callable[[str], Endpoint | None], nixl: Nixl | None = None) -> None:
         self._endpoint_of = endpoint_of
+        self._nixl = nixl
         self._idle: list[_Connection] = []  # the one used last comes last
         self._used: set[_Connection] = set()
         self._lost: dict[str, tuple[Endpoint, float]] = {}  # address -> what was lost, and until when it is left alone
@@ -133,7 +140,7 @@ class PeerTier:
             return None
 
     def _connect(self, endpoint: Endpoint) -> _Connection:
-        connection = _Connection(endpoint)
+        connection = _Connection(endpoint, self._nixl)
         with self._lock:
             if not self._is_closed:
                 self._used.add(connection)
@@ -171,9 +178,11 @@ class PeerTier:
 class _Connection:
     """A connection to a bulk port. After any error but a refused pull, close it."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, nixl: Nixl | None) -> None:
         """Connect, and agree on TLS. Raises OSError."""
         self.endpoint = endpoint
+        self._nixl = nixl
+        self._card = b""
         self._last_id = 0
         self._header = Header(0, 0, 0)
         ((family, target),) = endpoint.targets
@@ -217,20 +226,32 @@ class _Connection:
         if not isinstance(welcome, Welcome):
             raise _unexpected(welcome)
         check_proof(self.endpoint, hello, welcome)
+        self._card = welcome.card
+        if self._nixl is not None and not welcome.card:
+            raise IncompatibleError(
+                "it does not offer NIXL", remedy="Set transport: nixl for that store, too.", code="KV-200"
+            )
 
     def ask(self, request: Pull) -> None:
         """Ask for an object, and wait for the header of the answer. Raises OSError."""
         self._last_id += 1
-        pull = Pull(self._last_id, request.lease, request.index, request.group, request.rank)
+        pull = structs.replace(request, id=self._last_id, in_place=self._nixl is not None)
         self.stream.send([encode(pull)], STALL_S)
+        self._header = self._next_header()
+
+    def _next_header(self) -> Header:
         header = memoryview(bytearray(HEADER_BYTES))
         self.stream.fill(header, STALL_S)
-        self._header = Header.unpack(header)
+        return Header.unpack(header)
 
     def receive(self, length_bytes: int, target: Sequence[memoryview], landed: Callable[[memoryview], None]) -> None:
         """Receive what was asked for. Raises TierError if the answer is another one, OSError if it breaks off."""
         address, header = self.endpoint.address, self._header
-        if header == Header(length_bytes, self._last_id & 0xFFFFFFFF, PullStatus.SENT):
+        if self._nixl is not None and header[1:] == (self._last_id & 0xFFFFFFFF, PullStatus.PLACED):
+            self._read_in_place(self._nixl, header.length_bytes, target)
+            for view in target:
+                landed(view)
+        elif self._nixl is None and header == Header(length_bytes, self._last_id & 0xFFFFFFFF, PullStatus.SENT):
             for view in target:
                 for part in parts_of(view):
                     self.stream.fill(part, STALL_S)
@@ -249,6 +270,23 @@ class _Connection:
             )
         else:
             raise _lost(address, f"its answer to a pull of {length_bytes} bytes does not fit ({header})")
+
+    def _read_in_place(self, nixl: Nixl, size_bytes: int, target: Sequence[memoryview]) -> None:
+        """Read an object where the other store keeps it for us. Bytes count only if that store says afterwards that it
+        has kept them: if it could not wait, other bytes may have come there."""
+        if size_bytes > MOST_PIECES_BYTES:
+            raise ConnectionError(f"{size_bytes} bytes are too many to say where an object lies")
+        data = memoryview(bytearray(size_bytes))
+        self.stream.fill(data, STALL_S)
+        try:
+            pieces = unpack_pieces(data)
+        except ValueError as error:
+            raise ConnectionError(str(error)) from error
+        nixl.read(self._card, pieces, target)
+        self.stream.send([encode(Pulled(self._last_id))], STALL_S)
+        header = self._next_header()
+        if header != Header(0, self._last_id & 0xFFFFFFFF, PullStatus.SENT):
+            raise ConnectionError(f"it did not keep an object where it was ({header})")
 
 
 def _unexpected(reply: Reply) -> TransportError:
