@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # DEPS may name a directory with the dependencies installed already (see .ci/run): they are then used from there.
 DEPS ?=
 USE_DEPS = import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "deps.pth").write_text("$(DEPS)\n")
-KEY := $(shell { cat pyproject.toml scripts/install-engine; $(PYTHON) -c 'import sys; print(sys.version, sys.base_prefix)'; } | sha256sum | cut -c1-16)
+KEY := $(shell { cat pyproject.toml scripts/install-engine scripts/install-nixl; $(PYTHON) -c 'import sys; print(sys.version, sys.base_prefix)'; } | sha256sum | cut -c1-16)
 STAMP := $(VENV)/.stamp-$(KEY)
 ENGINE_STAMP := $(VENV)/.stamp-engine-$(KEY)
 
@@ -38,6 +38,7 @@ $(STAMP):
 # vLLM's CPU build: some minutes and 3 GB, so apart from what `make check` needs.
 $(ENGINE_STAMP): $(STAMP)
 	$(if $(DEPS),,scripts/install-engine $(BIN)/python)
+	$(if $(DEPS),,scripts/install-nixl $(BIN)/python)
 	touch $@
 
 check: $(STAMP) ## lint, format, types and fast tests; under 2 minutes
