@@ -42,6 +42,7 @@ from kvtally.testing.deployment import Answer, Deployment, TwoNodes, family
 from kvtally.testing.models import GDN, tiny_models
 
 PROMPT_TOKENS = 1_500
+TRIES = 5
 
 ENGINES = (
     "Two real vLLM servers on this machine's CPU, one for prefill and one for decode, with a tiny hybrid model (gated "
@@ -227,18 +228,26 @@ def play(up: Deployment, doing: Callable[[str], None]) -> Iterator[Row]:
 def play_nodes(up: TwoNodes, doing: Callable[[str], None]) -> Iterator[Row]:
     """Run the steps, in order."""
     tokens = _dice()
-    doing("asking decode alone, for what the answer must be")
-    prompt, alone = up.continued(tokens(PROMPT_TOKENS - 1))
+
+    def hand_over() -> _Asked:
+        return _Asked(up, *up.continued(tokens(PROMPT_TOKENS - 1)))
+
+    def go_on() -> _Asked:
+        return _Asked(up, [*first.prompt, *first.answer.tokens, *tokens(60)], None)
+
+    def tamper() -> _Asked:
+        prompt = tokens(PROMPT_TOKENS)
+        return _asked_while(up, prompt, up.computed(prompt), lambda: _flip(up, up.prefill_socket))
+
     doing("prefill, then decode")
-    first = _Asked(up, prompt, alone)
+    first = _patiently(up, hand_over)
     yield first.row(
         "prefill → decode",
         "decode's store pulled the prompt from prefill's, and decode computed one token",
         verdict=Verdict.PROVED,
-        is_proved=first.computed == 1 and first.source == f"peer:{len(prompt) - 1}",
+        is_proved=first.computed == 1 and first.source == f"peer:{len(first.prompt) - 1}",
     )
-    turn = [*prompt, *first.answer.tokens, *tokens(60)]
-    following = _Asked(up, turn, None)
+    following = _patiently(up, go_on)
     yield following.row(
         "next turn",
         "decode and its store kept what they held: only the new end came from prefill's store",
@@ -246,8 +255,7 @@ def play_nodes(up: TwoNodes, doing: Callable[[str], None]) -> Iterator[Row]:
         is_proved=following.computed == 1 and "peer:" in following.source,
     )
     doing("flipping bytes in the memory of prefill's store, before decode's pulls")
-    prompt = tokens(PROMPT_TOKENS)
-    tampered = _asked_while(up, prompt, up.computed(prompt), lambda: _flip(up, up.prefill_socket))
+    tampered = _patiently(up, tamper)
     yield tampered.row(
         "a flipped byte",
         "what arrives is verified before it is used: decode computes the prompt, and says why",
@@ -267,6 +275,17 @@ def play_nodes(up: TwoNodes, doing: Callable[[str], None]) -> Iterator[Row]:
         verdict=Verdict.RECOMPUTED,
         is_proved=lost.told["verdict"] == "recomputed:peer_lost",
     )
+
+
+def _patiently(up: TwoNodes, ask: Callable[[], _Asked]) -> _Asked:
+    """Ask, and ask anew with other tokens if prefill's store was taken for lost: it has a second to answer, which on a
+    busy machine may be too little."""
+    for _ in range(TRIES):
+        up.wait(up.is_linked, "decode's store does not ask prefill's")
+        asked = ask()
+        if not asked.told.get("verdict", "").endswith("peer_lost"):
+            break
+    return asked
 
 
 def _asked_while(up: TwoNodes, prompt: list[int], alone: Answer, happens: Callable[[], None]) -> _Asked:
@@ -308,6 +327,7 @@ class _Asked:
     """One request through the router, and its receipt."""
 
     def __init__(self, up: Deployment, prompt: list[int], alone: Answer | None, *, stream: bool = False) -> None:
+        self.prompt = prompt
         begun = time.monotonic()
         self.answer = up.complete(prompt, stream=stream)
         self._seconds = time.monotonic() - begun

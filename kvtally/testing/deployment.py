@@ -24,12 +24,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from kvtally.client import Miss, StoreClient
 from kvtally.errors import TransportError
 from kvtally.processes import Child, free_ports
 from kvtally.testing.engines import ENVIRONMENT
 from kvtally.testing.models import Model
 from kvtally.up.host import direct
+from kvtally.wire.stats import StoreStats
 
 START_S = 400.0
 REQUEST_S = 120.0
@@ -304,6 +307,14 @@ class TwoNodes(Deployment):
         if self.b.has_ended():
             raise self.b.broken(f"{self.b.name} ended")
         return super().is_ready()
+
+    def is_linked(self) -> bool:
+        """Whether decode's store asks prefill's: one that did not answer in time is left alone for a while."""
+        with self.store() as client:
+            stats = client.stats().wait()
+        if isinstance(stats, Miss):
+            return False
+        return all(peer.state == "ok" for peer in msgspec.convert(stats.stats, StoreStats).peers)
 
     def close(self) -> None:
         self.b.close()

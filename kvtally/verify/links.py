@@ -9,6 +9,7 @@ else that is found).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtally.core.receipts import Verdict
@@ -55,6 +56,7 @@ CAUSES = {
     ),
 }
 
+Errors = Mapping[tuple[str, str], Counter[str]]  # which store, at which other one -> how often, by code
 Look = Callable[[str], StoreStats | KVTallyError]  # what a store says of itself, or why it cannot be asked from here
 
 
@@ -63,8 +65,24 @@ def not_looked_at(address: str) -> KVTallyError:
     return TransportError(f"nobody looked at {address}", remedy="Look there.")
 
 
-def broken_links(observations: Sequence[Observation], stores: Mapping[str, str], look: Look) -> list[Finding]:
-    """One finding for each link on which prompts or receipts were lost. `stores`: the address of each instance's."""
+def errors_now(stores: Mapping[str, str], look: Look) -> Errors:
+    """What each store that can be asked has met at others so far. `stores`: the address of each instance's."""
+    addresses = set(stores.values())
+    if len(addresses) < 2:
+        return {}
+    seen = {address: look(address) for address in addresses}
+    return {
+        (address, peer.name): Counter(peer.errors)
+        for address, stats in seen.items()
+        if isinstance(stats, StoreStats)
+        for peer in stats.peers
+    }
+
+
+def broken_links(
+    observations: Sequence[Observation], stores: Mapping[str, str], look: Look, before: Errors
+) -> list[Finding]:
+    """One finding for each link on which prompts or receipts were lost. `before`: the errors of earlier."""
     lost: dict[tuple[str, str], list[str]] = {}  # who cannot reach what -> requests
     for seen in observations:
         told = seen.told
@@ -78,7 +96,7 @@ def broken_links(observations: Sequence[Observation], stores: Mapping[str, str],
     findings = []
     for (reader, source), requests in lost.items():
         if reader:
-            cause, remedy = _between(reader, source, look)
+            cause, remedy = _between(reader, source, look, before.get((reader, source), Counter()))
             what = f"decode's store, {reader}, cannot pull from prefill's, {source}: {cause}"
         else:
             cause, remedy = _from_here(source, look)
@@ -87,8 +105,8 @@ def broken_links(observations: Sequence[Observation], stores: Mapping[str, str],
     return findings
 
 
-def _between(reader: str, source: str, look: Look) -> Explained:
-    """Why one store cannot pull from another."""
+def _between(reader: str, source: str, look: Look, before: Counter[str]) -> Explained:
+    """Why one store cannot pull from another: what it met there most, since the errors before or else ever."""
     for store in (source, reader):
         if not store.startswith(OVER_TCP):
             return Explained(
@@ -106,7 +124,8 @@ def _between(reader: str, source: str, look: Look) -> Explained:
             "it has never tried, so that address is not on its list of peers, or the router does not pass it on",
             f"Name {host} in `peers` of the store at {reader}, and let the `advertise` of the other be {source}.",
         )
-    for code in sorted(errors, key=lambda code: -errors[code]):
+    since = Counter(errors) - before
+    for code, _ in [*since.most_common(), *Counter(errors).most_common()]:
         if code in CAUSES:
             return CAUSES[code]
     return _from_here(source, look)

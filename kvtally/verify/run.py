@@ -35,7 +35,7 @@ from kvtally.verify.judge import (
     judge,
     tolerance,
 )
-from kvtally.verify.links import Look, broken_links, not_looked_at
+from kvtally.verify.links import Look, broken_links, errors_now, not_looked_at
 from kvtally.verify.probes import MAX_TOKENS, TURN_TOKENS, Shape, shapes, words
 from kvtally.verify.reading import Instances, Models, Tokenized, decode, failure, read_answer, samples
 
@@ -70,15 +70,16 @@ def verify(
 ) -> Report:
     """Test a router. `direct` is the engine to compare with; by default the first decode instance of the router.
 
-    `look` asks a store about itself, where prompts were lost between two of them. `seen` is called with each
-    observation as it is made.
+    `look` asks a store about itself: what it meets at other stores. `seen` is called with each observation as it is
+    made.
     """
     try:
         run = _Run(router, direct, connect, random.Random(seed))
+        before = errors_now(run.stores, look)
         report = run.report(seen)
         if report.outcome is not Outcome.NOT_PROVED:
             return report
-        links = broken_links(report.observations, run.stores, functools.cache(look))
+        links = broken_links(report.observations, run.stores, functools.cache(look), before)
         return msgspec.structs.replace(report, findings=[*links, *report.findings])
     except KVTallyError as error:
         return cannot_test(error.message, error.remedy)

@@ -16,7 +16,7 @@ from kvtally.processes import free_ports
 from kvtally.store.peers import REFUSALS
 from kvtally.store.server import StoreServer
 from kvtally.verify.judge import Finding, Observation, Told, Turn
-from kvtally.verify.links import BETWEEN_STORES, CAUSES, broken_links, not_looked_at
+from kvtally.verify.links import BETWEEN_STORES, CAUSES, Errors, broken_links, errors_now, not_looked_at
 from kvtally.wire.limits import MIB
 from kvtally.wire.messages import MissReason
 from kvtally.wire.stats import PeerStats, StoreStats
@@ -41,7 +41,9 @@ def stats(**errors: int) -> StoreStats:
     return StoreStats(peers=[PeerStats(name="tcp://10.0.0.9:1"), PeerStats(name=A, state="lost", errors=counts)])
 
 
-def found(*observations: Observation, stores: dict[str, str] = STORES, **looks: Seen) -> list[Finding]:
+def found(
+    *observations: Observation, stores: dict[str, str] = STORES, before: Errors | None = None, **looks: Seen
+) -> list[Finding]:
     """`a` and `b` are how the two stores look from here."""
     asked: list[str] = []
 
@@ -49,7 +51,7 @@ def found(*observations: Observation, stores: dict[str, str] = STORES, **looks: 
         asked.append(address)
         return looks["a" if address == A else "b"]
 
-    findings = broken_links(observations or [lost()], stores, look)
+    findings = broken_links(observations or [lost()], stores, look, before or {})
     assert all(finding.is_problem and finding.remedy.endswith(".") for finding in findings)
     return findings
 
@@ -70,6 +72,19 @@ def test_every_cause_is_a_code_and_every_refusal_by_a_peer_that_can_be_mended_ha
 def test_what_happened_most_is_the_cause() -> None:
     [finding] = found(b=stats(KV_502=1, KV_205=7))
     assert "different tokens" in finding.what
+
+
+def test_what_happened_before_is_the_cause_only_where_nothing_new_was_met() -> None:
+    [finding] = found(b=stats(KV_501=9, KV_205=2), before={(B, A): Counter({"KV-501": 9})})
+    assert finding.what.endswith(CAUSES["KV-205"].what)
+    [finding] = found(b=stats(KV_501=9), before={(B, A): Counter({"KV-501": 9})})  # it is left alone since
+    assert finding.what.endswith(CAUSES["KV-501"].what)
+
+
+def test_errors_are_read_from_every_store_that_can_be_asked() -> None:
+    looks: dict[str, Seen] = {A: TransportError("gone", remedy="R."), B: stats(KV_205=2)}
+    assert errors_now(STORES, looks.__getitem__) == {(B, "tcp://10.0.0.9:1"): {}, (B, A): {"KV-205": 2}}
+    assert errors_now({"p:1": A, "d:1": A}, looks.__getitem__) == {}  # one store for both: nobody is asked
 
 
 def test_a_store_that_never_tried_may_not() -> None:
@@ -187,5 +202,5 @@ def test_the_command_names_the_broken_link(
 
 
 def test_nobody_need_look() -> None:
-    [finding] = broken_links([lost()], STORES, not_looked_at)
+    [finding] = broken_links([lost()], STORES, not_looked_at, errors_now(STORES, not_looked_at))
     assert "cannot be asked" in finding.what
