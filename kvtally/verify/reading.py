@@ -5,12 +5,13 @@ Used by `run` and by `doctor`, which ask the same servers different questions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TypeVar
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtally.core.answers import margin
 from kvtally.errors import TransportError
 from kvtally.verify.http import Response, Server
 from kvtally.verify.judge import Answer
@@ -114,7 +115,7 @@ def read_answer(server: Server, response: Response) -> Answer:
             found = choice.logprobs or _Logprobs()
             tokens += [_token(server, token) for token in found.tokens]
             logprobs += [value if value is not None else 0.0 for value in found.token_logprobs]
-            margins += [_margin(top or {}) for top in found.top_logprobs]
+            margins += [margin((top or {}).values()) for top in found.top_logprobs]
     if not len(tokens) == len(logprobs) == len(margins) > 0:
         raise TransportError("the answer has no logprobs", remedy="Start the engines with --max-logprobs 2 or more.")
     return Answer(tokens=tokens, logprobs=logprobs, margins=margins, text=text)
@@ -128,8 +129,3 @@ def _token(server: Server, name: str) -> int:
             remedy="Let return_tokens_as_token_ids pass.",
         )
     return int(number)
-
-
-def _margin(top: Mapping[str, float]) -> float:
-    best = sorted(top.values(), reverse=True)[:2]
-    return best[0] - best[1] if len(best) == 2 else float("inf")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtally.core.answers import Comparison, compare
+from kvtally.core.answers import Comparison, compare, margin
 from kvtally.testing.cases import DIED, Case, conforms
 from kvtally.testing.engines import Output
 
@@ -109,3 +109,10 @@ def test_the_two_users_agree_on_a_tie_whose_logprob_is_too_far_off() -> None:
 
 def test_an_engine_that_died_says_nothing() -> None:
     assert conforms(Case("", []), Output([1], [0.0], [1.0], 0), DIED, 1.0) == Comparison(problem="the engine died")
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "expected"), [([-0.5, -2.0, -1.0], 0.5), ([-1.0, -1.0], 0.0), ([-0.5], math.inf), ([], math.inf)]
+)
+def test_a_margin_is_the_lead_over_the_runner_up(logprobs: list[float], expected: float) -> None:
+    assert margin(logprobs) == expected
