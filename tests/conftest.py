@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kvtally.client import StoreClient, link
-from kvtally.router import app, intake, receipts, upstream
-from kvtally.store import bulk, dial
+from kvtally.client import StoreClient
 from kvtally.store.server import StoreServer
-from kvtally.store.tiers import peer
+from tests.patient.patience import PATIENCE
 from tests.unit.shell import Bench
 from tests.waiting import HANG_S, Clock
 
@@ -36,21 +34,11 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a test names no deadline, clients, stores and routers of this process wait for one another as tests do."""
-    monkeypatch.setattr(link, "HANDSHAKE_NS", int(HANG_S * 1e9))
+    for module, constants in PATIENCE.items():
+        for name, value in constants.items():
+            monkeypatch.setattr(f"{module}.{name}", value)
     monkeypatch.setitem(StoreClient.__init__.__kwdefaults__, "timeout_s", HANG_S)
     monkeypatch.setitem(StoreServer.__init__.__kwdefaults__, "hello_timeout_s", HANG_S)
-    monkeypatch.setattr(receipts, "HANDSHAKE_S", HANG_S)
-    monkeypatch.setattr(receipts, "ANSWER_SLACK_S", HANG_S)
-    monkeypatch.setattr(upstream, "CONNECT_S", HANG_S)
-    monkeypatch.setattr(app, "FIRST_TRY_S", HANG_S)
-    monkeypatch.setattr(intake, "BODY_S", HANG_S)
-    monkeypatch.setattr(dial, "HANDSHAKE_S", HANG_S)
-    for module, names in (
-        (bulk, ("HELLO_S", "IDLE_S", "STALL_S", "READ_S", "JOB_S", "JOIN_S")),
-        (peer, ("CONNECT_S", "STALL_S")),
-    ):
-        for name in names:
-            monkeypatch.setattr(module, name, HANG_S)
 
 
 @pytest.fixture(scope="session")

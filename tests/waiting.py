@@ -14,7 +14,8 @@ from time import monotonic, sleep  # the real ones, whatever a test makes of the
 
 import pytest
 
-HANG_S = 120.0
+from tests.patient.patience import HANG_S
+
 HOUR_S = 3600.0
 
 

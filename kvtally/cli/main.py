@@ -34,8 +34,8 @@ config_app = typer.Typer(help="Show the settings that are in force.", no_args_is
 bench_app = typer.Typer(
     help="Measure each part on this machine, beside a limit or a peer of the same run.\n\n"
     "`store`, `peers` and `route` need nothing but kvtally; begin with `store --quick`. `repeat` and `prefetch` need "
-    "vLLM, on a CPU or a GPU; `gpu` needs an NVIDIA GPU. Each prints a table: what was measured, its limit, and "
-    "whether it meets its target; --json prints all figures. Let nothing else run on the machine meanwhile.",
+    "vLLM, on a CPU or a GPU; `gpu` needs an NVIDIA GPU. Each prints a table: what was measured, its limit, and if it "
+    "meets its target; --json prints all figures. Let nothing else run on the machine meanwhile.",
     epilog="Example: kvtally bench store --quick · then: kvtally bench COMMAND --help",
     no_args_is_help=True,
     rich_markup_mode=None,

@@ -39,6 +39,7 @@ from kvtally.verify.reading import Instances, Model, Models, Tokenized, decode, 
 
 COUNTERS_S = 5.0  # vLLM counts a prompt a moment after it has answered
 SETTLED_S = 1.0  # how long prefill's count may lag behind decode's
+QUIET_S = 1.0  # how long our own last request may still be counted as running
 CACHE_S = 5.0  # what prefill has computed is stored a moment later
 AGAIN_S = 0.05
 TRIES = 3  # of one length, if the engines serve others meanwhile
@@ -420,8 +421,8 @@ class _Examination:
         return counted
 
     def _running(self) -> str:
-        """The engine that keeps serving others. For a moment, our own last request may still be counted as running."""
-        deadline_s = self._clock.now() + SETTLED_S
+        """The engine that keeps serving others."""
+        deadline_s = self._clock.now() + QUIET_S
         while busy := self._at_work():
             if self._clock.now() >= deadline_s:
                 break

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvtally.client import Miss, StoreClient
+from kvtally.core.answers import margin
 from kvtally.errors import TransportError
 from kvtally.processes import Child, free_ports
 from kvtally.testing.engines import ENVIRONMENT
@@ -38,7 +39,8 @@ START_S = 400.0
 REQUEST_S = 120.0
 STOP_S = 60.0
 NODES = ("127.0.0.2", "127.0.0.3")  # on Linux the whole of 127.0.0.0/8 is this machine's
-WAIT_MS = 15_000  # a request waits this long for the store: on a busy machine an engine's step takes seconds
+# A request waits this long for the store, and its answer for the receipt: on a busy machine either may take seconds.
+WAIT_MS, RECEIPT_WAIT_MS = 15_000, 5_000
 
 
 class Answer(NamedTuple):
@@ -103,8 +105,8 @@ def answer_of(content: bytes, headers: Mapping[str, str]) -> Answer:
     else:
         said = [pair for lp in found for pair in zip(lp["tokens"], lp["token_logprobs"], strict=True)]
     tokens = [int(token.removeprefix("token_id:")) for token, _ in said]
-    tops = [sorted(top.values(), reverse=True) for lp in found for top in lp.get("top_logprobs") or []]
-    return Answer(tokens, [value for _, value in said], told_by(headers), [top[0] - top[1] for top in tops])
+    margins = [margin(top.values()) for lp in found for top in lp.get("top_logprobs") or []]
+    return Answer(tokens, [value for _, value in said], told_by(headers), margins)
 
 
 def told_by(headers: Mapping[str, str]) -> dict[str, str]:
@@ -153,7 +155,12 @@ class Deployment(Up):
             "args": {**settings, "served_model_name": "tiny", "enable_prefix_caching": True, **changes.pop("args", {})},
             "env": dict(ENVIRONMENT),
             "store": {"memory": "512MiB", **changes.pop("store", {})},
-            "router": {"port": port_of(self.router), "prefill_from": 1, **changes.pop("router", {})},
+            "router": {
+                "port": port_of(self.router),
+                "prefill_from": 1,
+                "receipt_wait": RECEIPT_WAIT_MS,
+                **changes.pop("router", {}),
+            },
             "connector": {"wait_ms": WAIT_MS, **changes.pop("connector", {})},
             "logs": str(directory / "logs"),
             **changes,
@@ -235,14 +242,14 @@ class Deployment(Up):
 
     def counted(self) -> dict[str, float]:
         """How many prompt tokens decode's engine got from each source, as vLLM counts them."""
-        with direct.open(f"{self.decode}/metrics", timeout=10) as response:
+        with direct.open(f"{self.decode}/metrics", timeout=REQUEST_S) as response:
             text = response.read().decode()
         found = re.findall(r'^vllm:prompt_tokens_by_source_total\{.*source="(\w+)".*\} (\S+)$', text, re.MULTILINE)
         return {source: float(value) for source, value in found}
 
     def requests_at(self, engine: str) -> int:
         """How many requests the router has sent there that are not answered yet."""
-        with direct.open(f"{self.router}/instances", timeout=10) as response:
+        with direct.open(f"{self.router}/instances", timeout=REQUEST_S) as response:
             rows = json.load(response)["instances"]
         return sum(row["requests"] for row in rows if engine.endswith(row["instance"]))
 
@@ -250,7 +257,7 @@ class Deployment(Up):
     def store(self, socket: str = "") -> Iterator[StoreClient]:
         """A client of the store, or of the one with this socket."""
         with StoreClient(socket or self.socket, name="test") as client:
-            if isinstance(client.connect(10), Miss):
+            if isinstance(client.connect(REQUEST_S), Miss):
                 raise self.broken("the store does not answer")
             yield client
 
@@ -266,7 +273,7 @@ class Deployment(Up):
                 return False
             return True
 
-        self.wait(is_there, "the router does not keep the receipt", 10)
+        self.wait(is_there, "the router does not keep the receipt")
         return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -11,6 +12,16 @@ import pytest
 
 from kvtally.testing.models import Model, Recipe, tiny_models
 from tests.engine.store import StoreProcess
+
+PATIENT = Path(__file__).parents[1] / "patient"
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[None]:
+    """Processes that are started from now on wait for one another as tests do, however slow the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(PATIENT), prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture(scope="session")

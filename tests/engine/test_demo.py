@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import HANG_S
+
 pytestmark = pytest.mark.engine
 
 
 def demo(*arguments: str) -> list[dict[str, Any]]:
     """Run it; its steps, each of which must have proved what it should."""
     ran = subprocess.run(
-        [sys.executable, "-m", "kvtally", "demo", "--json", *arguments], capture_output=True, timeout=900, check=False
+        [sys.executable, "-m", "kvtally", "demo", "--json", *arguments],
+        capture_output=True,
+        timeout=20 * HANG_S,
+        check=False,
     )
     assert ran.returncode == 0, ran.stdout.decode() + ran.stderr.decode()
     told = json.loads(ran.stdout)
@@ -25,14 +30,14 @@ def demo(*arguments: str) -> list[dict[str, Any]]:
     return steps
 
 
-def test_every_step_proves_what_it_should() -> None:
+def test_every_step_proves_what_it_should(patient: None) -> None:
     steps = demo()
     assert len(steps) == 7
     flipped = steps[-1]
     assert (flipped["verdict"], flipped["reused_tokens"]) == ("recomputed:checksum", 0)
 
 
-def test_every_step_across_two_stores_proves_what_it_should() -> None:
+def test_every_step_across_two_stores_proves_what_it_should(patient: None) -> None:
     handed_over, turn, flipped, killed = demo("--nodes", "2")
     assert (handed_over["verdict"], handed_over["source"]) == ("proved", f"peer:{handed_over['reused_tokens']}")
     assert (turn["verdict"], turn["computed_tokens"]) == ("proved", 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from kvtally.doctor.verdict import Diagnosis, Outcome
 from kvtally.testing.deployment import Deployment
 from kvtally.testing.models import DENSE, Model, Recipe
 from kvtally.verify.http import Server
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.engine
 
@@ -23,13 +25,22 @@ REQUEST_S = 300.0
 
 
 @pytest.fixture(scope="module")
-def up(tiny_model: Callable[[Recipe, int], Model], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    deployment = Deployment(tiny_model(DENSE, 0), tmp_path_factory.mktemp("doctor"))
+def up(
+    tiny_model: Callable[[Recipe, int], Model], tmp_path_factory: pytest.TempPathFactory, patient: None
+) -> Iterator[Deployment]:
+    directory, connector = tmp_path_factory.mktemp("doctor"), {"wait_ms": int(HANG_S * 1e3)}
+    deployment = Deployment(tiny_model(DENSE, 0), directory, connector=connector, router={"receipt_wait": 60_000})
     try:
         deployment.wait_ready()
         yield deployment
     finally:
         deployment.close()
+
+
+@pytest.fixture(autouse=True)
+def _engines_count_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtally.doctor.live.COUNTERS_S", HANG_S)
+    monkeypatch.setattr("kvtally.doctor.live.QUIET_S", HANG_S)
 
 
 def connect(url: str) -> Server:
@@ -42,7 +53,8 @@ def examined(router: str, up: Deployment, *, named: bool = True, requests: int =
     return examine(connect(router), *engines, seed=os.getpid(), limits=limits, connect=connect)
 
 
-def test_a_healthy_deployment_is_real(up: Deployment) -> None:
+def test_a_healthy_deployment_is_real(up: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtally.doctor.live.SETTLED_S", HANG_S)  # each prompt is new, so prefill counts it
     found = examined(up.router, up)
     assert found.outcome is Outcome.REAL, found
     assert all(seen.reused_tokens == seen.prompt_tokens - 1 for seen in found.seen), found.seen
@@ -63,15 +75,17 @@ def test_a_router_that_never_asks_prefill(up: Deployment) -> None:
     assert found.causes[0].what == "the router never asked prefill"
 
 
-def test_a_cache_that_does_not_answer(up: Deployment) -> None:
+def test_a_cache_that_does_not_answer(tiny_model: Callable[[Recipe, int], Model], tmp_path: Path) -> None:
     """Whether the router still asks prefill then is its own decision; that nothing is reused is ours to see. Two long
-    prompts are enough, since each waits for the store."""
-    store = up.pid_of("store")
-    os.kill(store, signal.SIGSTOP)
+    prompts are enough, since each waits for the store, for as long as these engines do."""
+    up = Deployment(tiny_model(DENSE, 0), tmp_path, connector={"wait_ms": 1_000}, router={"receipt_wait": 1_000})
     try:
+        up.wait_ready()
+        os.kill(up.pid_of("store"), signal.SIGSTOP)
         found = examined(up.router, up, requests=10)
     finally:
-        os.kill(store, signal.SIGCONT)
+        os.kill(up.pid_of("store"), signal.SIGCONT)
+        up.close()
     assert found.outcome is Outcome.NONE, found
     assert [(seen.is_long, seen.reused_tokens) for seen in found.seen] == [(True, 0), (True, 0)]
     assert found.causes, found

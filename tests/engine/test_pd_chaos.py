@@ -81,7 +81,7 @@ def strike(up: Deployment, target: str, blow: signal.Signals, pick: random.Rando
         time.sleep(pick.uniform(0.3, 1.5))
         os.kill(process, signal.SIGCONT)
     else:  # so that whoever waits for it to be ready waits for the next one
-        up.wait(lambda: up.log().count(f"{target}: was killed") > deaths, f"{target} does not die", 30)
+        up.wait(lambda: up.log().count(f"{target}: was killed") > deaths, f"{target} does not die")
 
 
 def test_thirty_blows(up: Deployment) -> None:
@@ -114,4 +114,4 @@ def test_thirty_blows(up: Deployment) -> None:
             stats = client.stats().wait()
             return (stats.stats["leases"]["open"], stats.stats["arena"]["limbo_bytes"]) == (0, 0)  # type: ignore[union-attr,index,call-overload]
 
-        up.wait(is_quiet, "slots or leases do not come back", 60)
+        up.wait(is_quiet, "slots or leases do not come back")

@@ -185,7 +185,7 @@ def test_a_store_ends_with_the_bench_however_that_ends(tmp_path: Path) -> None:
         end = os.pidfd_open(int(bench.stdout.readline()))
         try:
             bench.kill()
-            assert select.select([end], [], [], 20)[0]
+            assert select.select([end], [], [], HANG_S)[0]
         finally:
             os.close(end)
 

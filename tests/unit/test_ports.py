@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtally.processes import FIRST_PORT, free_ports, own_environment
+from tests.waiting import HANG_S
 
 TIED = """
 import subprocess, sys, time
@@ -29,7 +30,7 @@ def test_what_is_tied_to_a_process_ends_with_it_however_that_ends() -> None:
         end = os.pidfd_open(int(process.stdout.readline()))
         try:
             process.send_signal(signal.SIGKILL)
-            assert select.select([end], [], [], 20)[0]
+            assert select.select([end], [], [], HANG_S)[0]
         finally:
             os.close(end)
 
