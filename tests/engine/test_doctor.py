@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -26,10 +25,16 @@ REQUEST_S = 300.0
 
 @pytest.fixture(scope="module")
 def up(
-    tiny_model: Callable[[Recipe, int], Model], tmp_path_factory: pytest.TempPathFactory, patient: None
+    request: pytest.FixtureRequest,
+    tiny_model: Callable[[Recipe, int], Model],
+    tmp_path_factory: pytest.TempPathFactory,
+    patient: None,
 ) -> Iterator[Deployment]:
-    directory, connector = tmp_path_factory.mktemp("doctor"), {"wait_ms": int(HANG_S * 1e3)}
-    deployment = Deployment(tiny_model(DENSE, 0), directory, connector=connector, router={"receipt_wait": 60_000})
+    """The parameter is how long engines wait for the store, and answers for their receipts, in milliseconds."""
+    wait_ms = getattr(request, "param", int(HANG_S * 1e3))
+    connector, router = {"wait_ms": wait_ms}, {"receipt_wait": min(wait_ms, 60_000)}
+    directory = tmp_path_factory.mktemp("doctor")
+    deployment = Deployment(tiny_model(DENSE, 0), directory, connector=connector, router=router)
     try:
         deployment.wait_ready()
         yield deployment
@@ -75,17 +80,16 @@ def test_a_router_that_never_asks_prefill(up: Deployment) -> None:
     assert found.causes[0].what == "the router never asked prefill"
 
 
-def test_a_cache_that_does_not_answer(tiny_model: Callable[[Recipe, int], Model], tmp_path: Path) -> None:
+@pytest.mark.parametrize("up", [1_000], indirect=True)
+def test_a_cache_that_does_not_answer(up: Deployment) -> None:
     """Whether the router still asks prefill then is its own decision; that nothing is reused is ours to see. Two long
     prompts are enough, since each waits for the store, for as long as these engines do."""
-    up = Deployment(tiny_model(DENSE, 0), tmp_path, connector={"wait_ms": 1_000}, router={"receipt_wait": 1_000})
+    store = up.pid_of("store")
+    os.kill(store, signal.SIGSTOP)
     try:
-        up.wait_ready()
-        os.kill(up.pid_of("store"), signal.SIGSTOP)
         found = examined(up.router, up, requests=10)
     finally:
-        os.kill(up.pid_of("store"), signal.SIGCONT)
-        up.close()
+        os.kill(store, signal.SIGCONT)
     assert found.outcome is Outcome.NONE, found
     assert [(seen.is_long, seen.reused_tokens) for seen in found.seen] == [(True, 0), (True, 0)]
     assert found.causes, found
