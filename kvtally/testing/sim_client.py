@@ -2,8 +2,8 @@
 
 An object's bytes follow from its key and a variant (`content`), which is drawn for each save: KV that is computed again
 is rarely the same to the bit. The cluster's `Ledger` knows which variants were committed, so any client can check what
-another has saved. Owns one client's behaviour, including what it does if its connection is lost while it writes. What a
-hand-off from prefill to decode adds is in `sim_handoff`; the store and its faults belong to `sim_node`.
+another has saved. Owns how one client carries its tasks out, including what it does if its connection is lost while it
+writes. Which task comes next is up to `sim_tasks`; the store and its faults belong to `sim_node`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtally.core.checksum import object_checksum
 from kvtally.core.hits import needed
 from kvtally.core.keys import ROOT_CHAIN, ObjectKey, chain_values
 from kvtally.core.namespace import GroupKind, Namespace, canonical
+from kvtally.store.peers import ASK_NS
+from kvtally.store.resets import REMOVAL_NS
 from kvtally.wire.limits import SECOND_NS
 from kvtally.wire.messages import (
     PROTOCOL_VERSION,
     Found,
     Hello,
     Lookup,
-    MissReason,
     PutBegin,
     PutEnd,
     PutEnded,
@@ -50,11 +52,7 @@ ALIGNMENT = 16
 RATES = (0, 1_000, 100_000, 100_000_000)  # tokens that engines compute in a second
 VARIANTS = 3
 LEASE_NS = 5 * SECOND_NS  # the longest
-# How long a client may wait for an answer: messages on their way, alarms that ring up to 10 ms late, and the store's
-# own deadlines, of which asking other stores and removing what a reset forgets are the longest.
-TRAVEL_NS = SECOND_NS // 10
-ASKING_NS = 300_000_000
-RESET_NS = 2 * SECOND_NS
+TRAVEL_NS = SECOND_NS // 10  # messages on their way, and alarms that ring up to 10 ms late
 
 
 class WrongByte(AssertionError):
@@ -126,7 +124,7 @@ class Load:
     end_tokens: int = 0  # promised
     reason: str = ""
     withdrawn: str = ""
-    staged: Staged | None = None
+    sources: tuple[int, int, int] = (0, 0, 0)  # tokens of the hit that came from disk, peers and a pool
     ranks: list[int] = field(default_factory=list)  # yet to be copied
     is_verified: bool = True
 
@@ -134,10 +132,11 @@ class Load:
 class Client:
     """One process. Connects again whenever its connection is lost."""
 
-    def __init__(self, node: Node, name: str, namespace: Namespace) -> None:
+    def __init__(self, node: Node, name: str, namespace: Namespace, choose: Callable[[Client], None]) -> None:
         self.node, self.cluster, self.clock = node, node.cluster, node.clock
         self.name = name
         self.namespace = namespace
+        self.choose = choose  # called when it is free: gives it its next task
         self.session = 0
         self.alive = True
         self.stopped_until_ns = 0
@@ -213,7 +212,7 @@ class Client:
         self._ghosts.clear()
         store = self.node.store
         for session in sorted(self._old_sessions):
-            self.node.in_store(lambda gone=session: store.writer_gone(gone, self.clock.now_ns))
+            self.node.in_store(partial(store.writer_gone, session, self.clock.now_ns))
         self._old_sessions.clear()
 
     def die(self) -> None:
@@ -246,7 +245,7 @@ class Client:
         assert step is not None, f"an answer nobody asked for: {reply}"
         step(reply)
 
-    def later(self, action: Callable[[], None]) -> None:
+    def later(self, action: Callable[[], None], rests_ns: int = 0) -> None:
         """Do this after a while, unless the connection is lost first; later still if the process is stopped."""
         epoch = self._epoch
 
@@ -258,27 +257,15 @@ class Client:
             else:
                 action()
 
-        self.clock.at(self.clock.soon(), guarded)
+        self.clock.at(self.clock.soon() + rests_ns, guarded)
 
     # ---- tasks
 
     def finish(self) -> None:
+        """A task is over. The next one comes soon, or after seconds, in which leases, beliefs and pauses may end."""
         self._load = None
-        self.later(self.choose_task)
-
-    def choose_task(self) -> None:
-        node, clock, pick = self.node, self.clock, self.clock.random
-        if clock.strikes(self.cluster.faults.kill_store):
-            node.kill_store()
-        elif clock.strikes(self.cluster.faults.stop_store):
-            node.stop_store(pick.choice((SECOND_NS // 10, 3 * SECOND_NS, 12 * SECOND_NS)))
-            self.finish()
-        elif pick.random() < 0.01:
-            self.reset()
-        elif pick.random() < 0.5:
-            self.save(pick.choice(self.cluster.prompts))
-        else:
-            self.load(pick.choice(self.cluster.prompts))
+        rests_ns = self.clock.random.randrange(3 * SECOND_NS) if self.clock.random.random() < 0.05 else 0
+        self.later(lambda: self.choose(self), rests_ns)
 
     def _interrupt(self) -> bool:
         """Faults that strike in the middle of the work. True if it cannot go on now."""
@@ -308,7 +295,7 @@ class Client:
                 node.reset_ns[digest] = max(began_ns, node.reset_ns.get(digest, 0))
             self.finish()
 
-        self.ask(Reset(2), ended, within_ns=RESET_NS + TRAVEL_NS)
+        self.ask(Reset(2), ended, within_ns=REMOVAL_NS + TRAVEL_NS)
 
     # ---- saving
 
@@ -407,6 +394,7 @@ class Client:
             ahead=pick.choice((0, 1, 100)),
             early=pick.random() < 0.5,
             prefill_tokens_s=pick.choice(RATES),
+            source=self.cluster.source_of(prompt) if pick.random() < 0.7 else "",
         )
         self.fetch(request, chains, [pick.randrange(self.namespace.ranks)], lambda load: self.finish())
 
@@ -415,12 +403,12 @@ class Client:
         after_ns = self.node.reset_ns.get(self.namespace.digest, 0)
         load = self._load = Load(request, chains, after_ns, then, ranks=ranks)
         wait_ns = min(request.wait_ms * 1_000_000, self.node.limits.wait_ns)
-        self.ask(request, lambda reply: self._on_found(load, reply), within_ns=wait_ns + ASKING_NS + TRAVEL_NS)
+        self.ask(request, lambda reply: self._on_found(load, reply), within_ns=wait_ns + ASK_NS + TRAVEL_NS)
 
     def _on_found(self, load: Load, reply: Reply) -> None:
         assert isinstance(reply, Found), reply
         self.clock.seen["hit" if reply.end_tokens else "miss"] += 1
-        self.clock.seen[f"miss:{reply.reason}"] += bool(reply.reason)
+        self.clock.seen[f"miss:{reply.reason or 'none'}"] += 1
         load.lease, load.end_tokens, load.reason, load.withdrawn = (
             reply.lease,
             reply.end_tokens,
@@ -438,6 +426,7 @@ class Client:
             if load.request.early and self._awaited_lease:
                 self.later(lambda: self._come_to(load))
         else:
+            self._take_sources(load, 0, reply.peer_tokens, reply.pool_tokens)
             self._get_slots(load)
 
     def _go_on(self, lease: int) -> None:
@@ -461,22 +450,22 @@ class Client:
 
     def _on_staged(self, load: Load, reply: Staged) -> None:
         self.clock.seen["staged" if reply.end_tokens else "staging_failed"] += 1
-        self.clock.seen["slow_tier"] += reply.reason == MissReason.SLOW_TIER
-        self.clock.seen[f"staged:{reply.reason}"] += bool(reply.reason)
-        load.staged, load.end_tokens, load.reason = reply, reply.end_tokens, reply.reason
-        self._check_sources(load, reply)
+        self.clock.seen[f"staged:{reply.reason or 'all'}"] += 1
+        load.end_tokens, load.reason = reply.end_tokens, reply.reason
+        self._take_sources(load, reply.disk_tokens, reply.peer_tokens, reply.pool_tokens)
         if reply.end_tokens:
             self._get_slots(load)
         else:
             self._end_load(load)
 
-    def _check_sources(self, load: Load, reply: Staged) -> None:
+    def _take_sources(self, load: Load, disk: int, peer: int, pool: int) -> None:
         """Where the tokens came from adds up to no more than what is reused."""
-        counts = (reply.disk_tokens, reply.peer_tokens, reply.pool_tokens)
-        assert min(counts) >= 0, f"sources of a hit: {counts}"
+        load.sources = disk, peer, pool
+        assert min(load.sources) >= 0, f"sources of a hit: {load.sources}"
         if not load.request.have:
-            assert sum(counts) <= reply.end_tokens, f"{counts} tokens came from elsewhere, of {reply.end_tokens}"
-        self.clock.seen["from_peer"] += reply.peer_tokens > 0
+            total = sum(load.sources)
+            assert total <= load.end_tokens, f"{load.sources} tokens came from elsewhere, of {load.end_tokens}"
+        self.clock.seen["from_peer"] += peer > 0
 
     def _get_slots(self, load: Load) -> None:
         rank = load.ranks[-1]

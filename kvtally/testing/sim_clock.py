@@ -15,6 +15,7 @@ class Clock:
         self.random = random.Random(seed)
         self.now_ns = 1
         self.log: list[str] = []
+        self.is_verbose = False  # whether every message between stores is noted
         self.seen: Counter[str] = Counter()
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._sequence = 0

@@ -10,21 +10,26 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
 from kvtally.core.keys import ObjectKey
-from kvtally.core.space import Piece
+from kvtally.core.namespace import Namespace
+from kvtally.core.space import Piece, round_up
 from kvtally.errors import KVTallyError
-from kvtally.store.jobs import Job, Outcome, ReadJob, RemoveJob, WriteJob
+from kvtally.store.jobs import Job, Outcome, PeerLink, ReadJob, RemoveJob, WriteJob
+from kvtally.store.lookup_view import hit_of, path_of
 from kvtally.store.mover import read_verified
 from kvtally.store.store import Store
-from kvtally.store.tier_state import TierInfo
+from kvtally.store.tier_state import TierInfo, TierKind
 from kvtally.store.tiers.base import NoRoomError, Tier
 from kvtally.store.tiers.disk import DiskTier
 from kvtally.testing.sim_client import Client
+from kvtally.testing.sim_network import Link
+from kvtally.testing.sim_tasks import Promise, choose
 from kvtally.testing.tiers import MemoryDevice, Operation
 from kvtally.wire.limits import SECOND_NS, Limits
-from kvtally.wire.messages import Reply
+from kvtally.wire.messages import Lookup, Reply
 
 if TYPE_CHECKING:
     from kvtally.testing.sim import Cluster
@@ -38,8 +43,9 @@ class Node:
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.cluster, self.clock, self.name = cluster, cluster.clock, name
+        self.address = f"tcp://{name}:7400"
         pick = self.clock.random
-        self.arena_bytes = pick.choice((16, 24, 48)) * GRANULE
+        self.arena_bytes = pick.choice((16, 24, 48, 96)) * GRANULE
         self.arena = bytearray(self.arena_bytes)
         self.disk = MemoryDevice(pick.getrandbits(64)) if pick.random() < 0.8 else None
         self.disk_bytes = pick.choice((32, 64, 128)) * GRANULE
@@ -53,10 +59,12 @@ class Node:
         self._wake_ns: int | None = None
         self.limits = LIMITS
         self.reset_ns: dict[bytes, int] = {}  # namespace -> when the last reset began that the store said is done
+        self.promises: list[Promise] = []  # to clients of this node
+        self.peers: dict[int, Link] = {}  # sessions of other stores
         self.clients: list[Client] = []
         self.start_store()
         for number in range(pick.randint(1, 4)):
-            self.clients.append(Client(self, f"{name}.c{number}", pick.choice(cluster.namespaces)))
+            self.clients.append(Client(self, f"{name}.c{number}", pick.choice(cluster.namespaces), choose))
 
     # ---- the store process
 
@@ -67,12 +75,15 @@ class Node:
         if self.disk is not None:
             self.tiers.append(DiskTier(self.disk, capacity_bytes=self.disk_bytes))
             infos.append(TierInfo(name="disk", capacity_bytes=self.disk_bytes))
+        infos.append(TierInfo(name="peers", capacity_bytes=None, kind=TierKind.PEERS))
         self.store = Store(
             name=f"{self.name}.g{self.generation}",
             version="sim",
             arena_bytes=self.arena_bytes,
             limits=self.limits,
             tiers=infos,
+            address=self.address,
+            may_ask=self.cluster.may_ask,
         )
         found = set()
         for number, tier in enumerate(self.tiers, 1):
@@ -85,6 +96,8 @@ class Node:
         self.queues: list[list[Job]] = [[] for _ in self.tiers]  # writes and removes, in order
         self.arena = bytearray(self.arena_bytes)
         self.is_up = True
+        if len(self.cluster.nodes) > 1:
+            self.reset_ns.clear()  # a restart does not remember which peers have not heard of a reset
         self.tick()
 
     def kill_store(self) -> None:
@@ -94,6 +107,10 @@ class Node:
         self.clock.note(f"{self.name}: store killed")
         self.clock.seen["kill_store"] += 1
         self._check_accusations()
+        is_heard = self.clock.random.random() < 0.8
+        self.clock.seen["kill_machine"] += not is_heard
+        self.cluster.network.died(self, is_heard=is_heard)
+        self.peers.clear()
         self.generation += 1
         self.is_up, self.stopped_until_ns, self._wake_ns = False, 0, None
         self._held.clear()
@@ -175,9 +192,19 @@ class Node:
     def _flush(self) -> None:
         """Deliver the store's messages and jobs, each after its own delay; a tier's writes and removes stay in
         order."""
+        for link, request in self.store.take_peer_messages():
+            self.cluster.network.send(self, link, request)
+        for send in self.store.take_sends():
+            self.cluster.network.send_bytes(self, send)
         for session, reply in self.store.take_outbox():
+            if session in self.peers:
+                self.peers[session].answer(reply)
+                continue
             self.clock.at(self.clock.soon() // 10, partial(self._deliver, session, reply, self.generation))
         for job in self.store.take_jobs():
+            if isinstance(job, ReadJob) and job.place is not None:
+                self.at(self.clock.soon() // 10, partial(self.cluster.network.pull, self, job))
+                continue
             if isinstance(job, ReadJob):
                 self.at(self.clock.soon(), partial(self._run_job, job))
                 continue
@@ -256,6 +283,13 @@ class Node:
 
     # ---- what clients need
 
+    def take_promise(self, namespace: bytes) -> Promise | None:
+        """A hand-off that waits for a client of this namespace."""
+        promise = next((promise for promise in self.promises if promise.namespace == namespace), None)
+        if promise is not None:
+            self.promises.remove(promise)
+        return promise
+
     def views(self, pieces: tuple[Piece, ...]) -> list[memoryview]:
         memory = memoryview(self.arena)
         return [memory[offset : offset + length] for offset, length in pieces]
@@ -289,11 +323,31 @@ class Node:
         self.clock.note(f"{client.name} crashed")
         self.clock.seen["crash_client"] += 1
         client.die()
-        successor = Client(self, client.name + "'", client.namespace)
+        successor = Client(self, client.name + "'", client.namespace, client.choose)
         self.clients[self.clients.index(client)] = successor
         self.clock.at(self.clock.soon(), successor.connect)
 
     # ---- checks
+
+    def hit_of(self, namespace: Namespace, request: Lookup) -> tuple[int, int]:
+        """The longest hit in the arena and on the disk, in tokens: what a lookup here must find at least. And how many
+        bytes it may hold in an arena, where whole boundaries are pinned."""
+        residency = self.store._residency
+        family = residency.families.get(namespace.digest)
+        if family is None:
+            return 0, 0
+        path = path_of(residency, family, request)
+        tiers = range(1 + (self.disk is not None))
+        hit = hit_of(family, request, residency.presence(family, residency.masks(family, path, tiers)))
+        spans = [end - start for start, end in pairwise((0, *request.ends[: hit.boundaries]))]
+        objects = product(range(len(namespace.groups)), range(namespace.ranks), spans)
+        return hit.end_tokens, sum(round_up(namespace.object_bytes(*item)) for item in objects)
+
+    def owes_reset(self, other: Node, namespace: Namespace) -> bool:
+        """Whether this store lets another one forget this namespace before it takes anything from it."""
+        peers, digest = self.store._peers, namespace.digest
+        link = peers._links.get(PeerLink(other.address, digest))
+        return (link.resets if link is not None else 0) < peers._resets.get(digest, 0)
 
     def heal(self) -> None:
         if self.disk is not None:
@@ -326,6 +380,10 @@ class Node:
             "limbo": stats.arena.limbo_bytes,
             "staging": stats.arena.staging_bytes,
             "lookups": stats.lookups.waiting,
+            "peers": self.store._peers.open,
+            "offers": self.store._offers.open,
+            "sends": self.store._sends.open,
+            "beliefs": len(self.store._beliefs),
             "alarms": len(self.store._context.alarms),
             "pins": sum(node.pins for node in nodes),
             "pending": sum(node.pending for node in nodes),
