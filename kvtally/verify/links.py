@@ -80,9 +80,14 @@ def errors_now(stores: Mapping[str, str], look: Look) -> Errors:
 
 
 def broken_links(
-    observations: Sequence[Observation], stores: Mapping[str, str], look: Look, before: Errors
+    observations: Sequence[Observation],
+    stores: Mapping[str, str],
+    look: Look,
+    before: Errors,
+    reached_by: Mapping[str, str],
 ) -> list[Finding]:
-    """One finding for each link on which prompts or receipts were lost. `before`: the errors of earlier."""
+    """One finding for each link on which prompts or receipts were lost. `before`: the errors of earlier. `reached_by`:
+    the address by which others reach a store, as it says itself."""
     lost: dict[tuple[str, str], list[str]] = {}  # who cannot reach what -> requests
     for seen in observations:
         told = seen.told
@@ -96,7 +101,7 @@ def broken_links(
     findings = []
     for (reader, source), requests in lost.items():
         if reader:
-            cause, remedy = _between(reader, source, look, before.get((reader, source), Counter()))
+            cause, remedy = _between(reader, source, look, before, reached_by.get(source, source))
             what = f"decode's store, {reader}, cannot pull from prefill's, {source}: {cause}"
         else:
             cause, remedy = _from_here(source, look)
@@ -105,8 +110,9 @@ def broken_links(
     return findings
 
 
-def _between(reader: str, source: str, look: Look, before: Counter[str]) -> Explained:
-    """Why one store cannot pull from another: what it met there most, since the errors before or else ever."""
+def _between(reader: str, source: str, look: Look, before: Errors, address: str) -> Explained:
+    """Why one store cannot pull from another, which is reached by this address: what it met there most, since the
+    errors before or else ever."""
     for store in (source, reader):
         if not store.startswith(OVER_TCP):
             return Explained(
@@ -114,18 +120,23 @@ def _between(reader: str, source: str, look: Look, before: Counter[str]) -> Expl
                 "Give every store `tcp`, `token_file` and `peers`, and the router `store=tcp://HOST:PORT` for each "
                 "instance.",
             )
+    if not address:
+        return Explained(
+            "it tells nobody by which address to pull from it, because it has no peers",
+            f"Name the machines that pull from it in `peers` of the store at {source}.",
+        )
     said = look(reader)
     if not isinstance(said, StoreStats):
         return _from_here(source, look)
-    errors = next((peer.errors for peer in said.peers if peer.name == source), None)
+    errors = next((Counter(peer.errors) for peer in said.peers if peer.name == address), None)
     if errors is None:
-        host = source.removeprefix(OVER_TCP).rpartition(":")[0].strip("[]")
+        host = address.removeprefix(OVER_TCP).rpartition(":")[0].strip("[]")
         return Explained(
-            "it has never tried, so that address is not on its list of peers, or the router does not pass it on",
-            f"Name {host} in `peers` of the store at {reader}, and let the `advertise` of the other be {source}.",
+            f"it has never tried, because {address} is not on its list of peers",
+            f"Name {host} in `peers` of the store at {reader}.",
         )
-    since = Counter(errors) - before
-    for code, _ in [*since.most_common(), *Counter(errors).most_common()]:
+    since = errors - before.get((reader, address), Counter())
+    for code, _ in [*since.most_common(), *errors.most_common()]:
         if code in CAUSES:
             return CAUSES[code]
     return _from_here(source, look)

@@ -23,10 +23,20 @@ class Instance(msgspec.Struct):
     store: str = ""  # its address
 
 
+class Store(msgspec.Struct):
+    address: str = ""  # by which other stores reach it, as it told the router; empty: they cannot
+
+
 class Instances(msgspec.Struct):
     """What is read of the router's /instances."""
 
     instances: list[Instance]
+    stores: dict[str, Store | str] = {}  # by the addresses that the instances have; text: from an older router
+
+    @property
+    def reached_by(self) -> dict[str, str]:
+        """The address by which others reach a store, for each that told the router; empty if they cannot."""
+        return {store: row.address for store, row in self.stores.items() if isinstance(row, Store)}
 
     def having(self, role: str) -> list[str]:
         return [f"http://{row.instance}" for row in self.instances if role in row.roles]

@@ -79,7 +79,7 @@ def verify(
         report = run.report(seen)
         if report.outcome is not Outcome.NOT_PROVED:
             return report
-        links = broken_links(report.observations, run.stores, functools.cache(look), before)
+        links = broken_links(report.observations, run.stores, functools.cache(look), before, run.reached_by)
         return msgspec.structs.replace(report, findings=[*links, *report.findings])
     except KVTallyError as error:
         return cannot_test(error.message, error.remedy)
@@ -93,6 +93,7 @@ class _Run:
         self._dice = dice
         instances = decode(router, router.call("/instances"), Instances)
         self.stores = {row.instance: row.store for row in instances.instances}
+        self.reached_by = instances.reached_by
         self._prefills = [connect(url) for url in instances.having("prefill")]
         self._engines = {_name(url): connect(url) for url in instances.having("decode")}
         if direct is not None:

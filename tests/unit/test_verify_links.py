@@ -17,6 +17,7 @@ from kvtally.store.peers import REFUSALS
 from kvtally.store.server import StoreServer
 from kvtally.verify.judge import Finding, Observation, Told, Turn
 from kvtally.verify.links import BETWEEN_STORES, CAUSES, Errors, broken_links, errors_now, not_looked_at
+from kvtally.verify.reading import Instances
 from kvtally.wire.limits import MIB
 from kvtally.wire.messages import MissReason
 from kvtally.wire.stats import PeerStats, StoreStats
@@ -42,7 +43,11 @@ def stats(**errors: int) -> StoreStats:
 
 
 def found(
-    *observations: Observation, stores: dict[str, str] = STORES, before: Errors | None = None, **looks: Seen
+    *observations: Observation,
+    stores: dict[str, str] = STORES,
+    before: Errors | None = None,
+    reached_by: dict[str, str] | None = None,
+    **looks: Seen,
 ) -> list[Finding]:
     """`a` and `b` are how the two stores look from here."""
     asked: list[str] = []
@@ -51,7 +56,7 @@ def found(
         asked.append(address)
         return looks["a" if address == A else "b"]
 
-    findings = broken_links(observations or [lost()], stores, look, before or {})
+    findings = broken_links(observations or [lost()], stores, look, before or {}, reached_by or {})
     assert all(finding.is_problem and finding.remedy.endswith(".") for finding in findings)
     return findings
 
@@ -91,6 +96,20 @@ def test_a_store_that_never_tried_may_not() -> None:
     [finding] = found(lost("foreign_store"), b=StoreStats())
     assert "it has never tried" in finding.what
     assert "10.0.0.7" in finding.remedy
+
+
+def test_a_store_is_known_to_others_by_the_address_that_it_tells() -> None:
+    by_name = {"p:1": "tcp://node-a:7400", "d:1": B}
+    [finding] = found(stores=by_name, reached_by={"tcp://node-a:7400": A}, b=stats(KV_205=1))
+    assert (
+        finding.what == f"decode's store, {B}, cannot pull from prefill's, tcp://node-a:7400: {CAUSES['KV-205'].what}"
+    )
+
+
+def test_a_store_without_peers_tells_none() -> None:
+    [finding] = found(lost("foreign_store"), reached_by={A: "", B: B})
+    assert "it tells nobody by which address" in finding.what
+    assert f"`peers` of the store at {A}" in finding.remedy
 
 
 def test_where_decodes_store_cannot_be_asked_prefills_is_looked_at() -> None:
@@ -201,6 +220,12 @@ def test_the_command_names_the_broken_link(
     assert (code, "cannot pull" in out) == (0, False)
 
 
+def test_what_a_router_tells_of_its_stores() -> None:
+    read = msgspec.convert({"instances": [], "stores": {A: {"address": A, "new": 1}, B: {"address": ""}}}, Instances)
+    assert read.reached_by == {A: A, B: ""}
+    assert msgspec.convert({"instances": [], "stores": {A: "ok"}}, Instances).reached_by == {}  # of the version before
+
+
 def test_nobody_need_look() -> None:
-    [finding] = broken_links([lost()], STORES, not_looked_at, errors_now(STORES, not_looked_at))
+    [finding] = broken_links([lost()], STORES, not_looked_at, errors_now(STORES, not_looked_at), {})
     assert "cannot be asked" in finding.what
