@@ -2,7 +2,7 @@
 
     pull          64 × 2 MiB out of another store's arena, verified   │ the same bytes over as many plain sockets
     with TLS      the same, encrypted                                 │ the same
-    lookups       16,384 tokens that the other store does not have    │ an empty round trip to one's own store
+    lookups       16,384 tokens that nobody has: what asking adds     │ the same lookup without asking
     first contact one of them before the two stores have met
     staged        8,192 tokens (64 MiB), from the question to the last byte verified
     the loop      empty round trips to the pulling store while it pulls
@@ -84,7 +84,8 @@ class Figures(Run, kw_only=True):
     pull_gbps: float = 0.0
     raw_gbps: float = 0.0
     pull_tls_gbps: float | None = None  # None: this machine has no `openssl` to make a certificate with
-    lookup_ms: float = 0.0
+    lookup_ms: float = 0.0  # what asking the other store adds to a lookup
+    lookup_here_ms: float = 0.0  # one that asks nobody else
     round_trip_ms: float = 0.0
     first_contact_ms: float = 0.0
     staged_ms_8192_tokens: float = 0.0
@@ -100,6 +101,7 @@ def rows(figures: Figures) -> list[Row]:
         found.append(tls.beside(figures.raw_gbps, "raw sockets"))
     found += [
         Row(key="lookup_ms", name="lookup at a peer", value=figures.lookup_ms, unit="ms").at_most(0.3),
+        Row(key="lookup_here_ms", name="lookup in one's own store", value=figures.lookup_here_ms, unit="ms"),
         Row(key="round_trip_ms", name="empty round trip", value=figures.round_trip_ms, unit="ms"),
         Row(key="first_contact_ms", name="first contact", value=figures.first_contact_ms, unit="ms"),
         Row(key="staged_ms_8192_tokens", name="8,192 tokens staged", value=figures.staged_ms_8192_tokens, unit="ms"),
@@ -149,9 +151,9 @@ class Pair:
         """Seconds from the question until everything is in the arena, verified."""
         return self.workers[1].run(Get("c", number, verify=False, source=self.addresses[0]))[0]
 
-    def look(self, seeds: Sequence[int]) -> list[float]:
-        """Lookups of prompts that nobody has."""
-        return self.workers[1].run(Look("h", list(seeds), 0, Part.HOLD, source=self.addresses[0]))
+    def look(self, seeds: Sequence[int], *, is_asked: bool = True) -> list[float]:
+        """Lookups of prompts that nobody has, with or without a question to the other store."""
+        return self.workers[1].run(Look("h", list(seeds), 0, Part.HOLD, source=self.addresses[0] if is_asked else ""))
 
 
 def run(directory: Path, scale: Scale, *, is_quick: bool = False) -> Figures:
@@ -165,7 +167,9 @@ def run(directory: Path, scale: Scale, *, is_quick: bool = False) -> Figures:
         with meter.phase("first contact, lookups", 1):
             figures.first_contact_ms = pair.look([STRANGERS])[0] * 1e3
             seeds = range(STRANGERS + 1, STRANGERS + 1 + scale.lookups)
-            figures.lookup_ms = median(pair.look(seeds)) * 1e3
+            asked, here = pair.look(seeds), pair.look(seeds, is_asked=False)
+            figures.lookup_here_ms = median(here) * 1e3
+            figures.lookup_ms = (median(asked) - median(here)) * 1e3
             figures.round_trip_ms = median(pinger.run(Ping("c", PINGS))) * 1e3
         with meter.phase("pulls and raw sockets in turn", 3):
             pair.save(range(scale.rounds))

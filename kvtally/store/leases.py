@@ -210,6 +210,8 @@ class Leases:
 
     def _grant_now(self, lease: Lease, view: View, needs: list[Need], now_ns: int) -> None:
         """Grant a lease that has waited, for what is there now."""
+        if view.hit.end_tokens < lease.end_tokens:  # something was evicted, or is no longer believed
+            lease.reason = lease.reason or MissReason.ABSENT
         lease.path, lease.needs, lease.end_tokens = view.path, needs, view.hit.end_tokens
         self._grant(lease, now_ns)
         if not lease.awaited:

@@ -7,7 +7,9 @@
 A peer that cannot be reached, or does not answer in time, is left alone for a while: of many lookups that name it, one
 pays for that. Each peer has its own health, so that one that is gone costs nothing where others are asked.
 
-After a reset, nothing is taken from a peer that has not carried out the same reset: it may have what was forgotten.
+After a reset, nothing is taken from a peer that has not carried out the same reset: it may have what was forgotten. A
+reset that a peer has asked for is passed on in the same way, under its name. Otherwise what was forgotten would come
+back from a third store. A store that knows the name has carried it out, and only says so.
 
 Owns the questions, the peers' health and the loans. Neighbours: `lookups` (left: asks, and takes the answers by
 `take_answers`), `beliefs` (right: what was said), the shell (sends messages and reports what came). No I/O.
@@ -56,6 +58,7 @@ LONGEST_PAUSE_NS = 10 * SECOND_NS
 MOST_PEERS = 256  # whose health is remembered
 MOST_ASKS = 1_024  # open at once, at one peer
 MOST_DENIED = 65_536
+MOST_RESETS = 4_096  # whose names are remembered
 REFUSALS = ("KV-200", "KV-201", "KV-202", "KV-204", "KV-205", "KV-206", "KV-210")  # trying again soon does not help
 
 
@@ -131,7 +134,8 @@ class Peers:
         self._asks: dict[int, Ask] = {}
         self._staging: dict[Loan, Ask] = {}  # found, and on its way into the peer's arena
         self._denied: dict[tuple[PeerLink, bytes], tuple[int, Answer]] = {}  # link, last chain -> until when
-        self._resets: dict[bytes, int] = {}  # namespace -> how often it was reset here
+        self._resets: dict[bytes, tuple[int, str]] = {}  # namespace -> how often it was reset here, the last one's name
+        self._carried_out: dict[tuple[bytes, str], None] = {}  # namespace and name of resets, the oldest first
         self._answers: list[Answer] = []
         self._outbox: list[tuple[PeerLink, Request]] = []
 
@@ -191,16 +195,24 @@ class Peers:
             offer = Offer(self._context.new_id(), self._address, request.chains, request.ends, request.ticket)
             self._outbox.append((link, offer))
 
-    def reset(self, digest: bytes) -> None:
+    def reset(self, digest: bytes, name: str) -> None:
         """A namespace was reset here: its peers must do the same before anything is taken from them."""
-        self._resets[digest] = self._resets.get(digest, 0) + 1
+        count, _ = self._resets.get(digest, (0, ""))
+        self._resets[digest] = count + 1, name
+        self._carried_out[digest, name] = None
+        if len(self._carried_out) > MOST_RESETS:
+            del self._carried_out[next(iter(self._carried_out))]
         for link in self._links:
             if link.namespace == digest:
                 self._send_reset(link)
 
+    def knows_reset(self, digest: bytes, name: str) -> bool:
+        """Whether this reset was carried out here."""
+        return (digest, name) in self._carried_out
+
     def _send_ask(self, ask: Ask) -> None:
         link = self._links.setdefault(ask.link, Link())
-        if link.resets < self._resets.get(ask.link.namespace, 0):
+        if link.resets < self._resets.get(ask.link.namespace, (0, ""))[0]:
             link.held.append(ask)
             self._send_reset(ask.link)
         else:
@@ -209,8 +221,9 @@ class Peers:
     def _send_reset(self, link: PeerLink) -> None:
         state = self._links[link]
         if not state.resetting:
-            state.resetting, state.reset_count = self._context.new_id(), self._resets[link.namespace]
-            self._outbox.append((link, Reset(state.resetting, link.namespace)))
+            state.reset_count, name = self._resets[link.namespace]
+            state.resetting = self._context.new_id()
+            self._outbox.append((link, Reset(state.resetting, link.namespace, name)))
 
     # ---- what peers say
 

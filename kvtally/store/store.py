@@ -339,16 +339,16 @@ class Store:
             message = f"no namespace {digest.hex()[:12] or '(empty)'} here; known: {known}"
             self._context.refuse(session, request.id, "KV-206", message, "Run `kvtally stat` to see the namespaces.")
             return
+        name = request.name if session.is_peer else ""
+        if name and self._peers.knows_reset(digest, name):
+            self._context.send(session, ResetDone(request.id, 0))
+            return
         if session.resets >= MOST_OF_CLIENT:
             message = f"this client waits for {session.resets} resets, the most at once"
             self._context.refuse(session, request.id, "KV-302", message, "Wait for the answers first.")
             return
         session.resets += 1
-        on_end = partial(self._reset_ended, session, request.id)
-        if session.is_peer:  # it tells its other peers itself
-            self._resets.begin(self._residency.families[digest], now_ns, on_end)
-        else:
-            self.reset(digest, now_ns, on_end)
+        self.reset(digest, now_ns, partial(self._reset_ended, session, request.id), name=name)
 
     def _reset_ended(self, session: Session, request: int, end: ResetEnd) -> None:
         session.resets -= 1
@@ -357,10 +357,13 @@ class Store:
         else:
             self._context.send(session, ResetDone(request, end.objects))
 
-    def reset(self, digest: bytes, now_ns: int, on_end: Callable[[ResetEnd], None] = lambda end: None) -> None:
-        """Forget every object of a namespace. `on_end` is called when lower tiers have removed them, or could not."""
+    def reset(
+        self, digest: bytes, now_ns: int, on_end: Callable[[ResetEnd], None] = lambda end: None, *, name: str = ""
+    ) -> None:
+        """Forget every object of a namespace. `on_end` is called when lower tiers have removed them, or could not.
+        `name` is that of a reset which another store passes on."""
         self._resets.begin(self._residency.families[digest], now_ns, on_end)
-        self._peers.reset(digest)
+        self._peers.reset(digest, name or f"{self._name}.{self._context.new_id()}")
         self._follow_up(now_ns)
 
     def tick(self, now_ns: int) -> int | None:

@@ -26,6 +26,7 @@ from kvtally.wire.messages import (
     Found,
     Hello,
     Lookup,
+    MissReason,
     PutBegin,
     PutEnd,
     PutEnded,
@@ -451,7 +452,7 @@ class Client:
     def _on_staged(self, load: Load, reply: Staged) -> None:
         self.clock.seen["staged" if reply.end_tokens else "staging_failed"] += 1
         self.clock.seen[f"staged:{reply.reason or 'all'}"] += 1
-        load.end_tokens, load.reason = reply.end_tokens, reply.reason
+        load.end_tokens, load.reason = reply.end_tokens, reply.reason or load.reason
         self._take_sources(load, reply.disk_tokens, reply.peer_tokens, reply.pool_tokens)
         if reply.end_tokens:
             self._get_slots(load)
@@ -477,7 +478,7 @@ class Client:
             self.clock.seen[f"slots:{reply.reason}"] += 1
             excused = self.cluster.is_scribbled or self.namespace.digest in self.cluster.was_reset
             assert excused or not self.node.is_leased(load.lease), f"the slots of a promised hit: {reply.reason}"
-            load.is_verified = False
+            load.is_verified, load.reason = False, reply.reason
         else:
             self._check_slots(load, reply)
         self.later(lambda: self._copy(load, rank, reply))
@@ -509,7 +510,7 @@ class Client:
                 excused = self.cluster.is_scribbled or not self.node.is_leased(load.lease)
                 assert excused, "a leased object did not verify although nobody scribbled"
                 self.clock.seen["bad"] += 1
-                load.is_verified = False
+                load.is_verified, load.reason = False, MissReason.CHECKSUM
             else:
                 self.cluster.ledger.check(key, data, load.after_ns if not self.cluster.is_damaged else 0)
                 self.clock.seen["verified"] += 1

@@ -17,7 +17,7 @@ from kvtally.core.keys import ObjectKey
 from kvtally.core.namespace import Namespace
 from kvtally.core.space import Piece, round_up
 from kvtally.errors import KVTallyError
-from kvtally.store.jobs import Job, Outcome, PeerLink, ReadJob, RemoveJob, WriteJob
+from kvtally.store.jobs import Job, Outcome, ReadJob, RemoveJob, WriteJob
 from kvtally.store.lookup_view import hit_of, path_of
 from kvtally.store.mover import read_verified
 from kvtally.store.store import Store
@@ -342,12 +342,6 @@ class Node:
         spans = [end - start for start, end in pairwise((0, *request.ends[: hit.boundaries]))]
         objects = product(range(len(namespace.groups)), range(namespace.ranks), spans)
         return hit.end_tokens, sum(round_up(namespace.object_bytes(*item)) for item in objects)
-
-    def owes_reset(self, other: Node, namespace: Namespace) -> bool:
-        """Whether this store lets another one forget this namespace before it takes anything from it."""
-        peers, digest = self.store._peers, namespace.digest
-        link = peers._links.get(PeerLink(other.address, digest))
-        return (link.resets if link is not None else 0) < peers._resets.get(digest, 0)
 
     def heal(self) -> None:
         if self.disk is not None:

@@ -146,6 +146,7 @@ def _decoded(client: Client, promise: Promise, load: Load) -> None:
         reason=load.withdrawn or load.reason,
     )
     assert min(half.tokens_host, half.computed_tokens) >= 0 and half.reused_tokens == reused, f"sources: {half.sources}"
+    assert reused >= promise.until_tokens or half.reason, f"{reused} of {promise.until_tokens} tokens, without a reason"
     client.clock.seen["decode:withdrawn"] += bool(load.withdrawn)
     _file(client, promise.ticket, half)
 

@@ -360,6 +360,7 @@ class Reset(Message, frozen=True, tag="reset"):
 
     id: int
     digest: bytes = b""
+    name: str = ""  # between stores: of the reset that is passed on, so that each is carried out once
 
 
 class ResetDone(Message, frozen=True, tag="reset_done"):

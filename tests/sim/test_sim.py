@@ -106,7 +106,7 @@ def waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def resets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers are not told of a reset."""
-    monkeypatch.setattr(Peers, "reset", lambda peers, digest: None)
+    monkeypatch.setattr(Peers, "reset", lambda peers, digest, name: None)
 
 
 def believes_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

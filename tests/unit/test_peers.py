@@ -583,3 +583,17 @@ class TestResets:
         pair.b.store.peer_said(link, ResetDone(first, 1), pair.now_ns)  # of the first one
         assert pair.b.lookup(source=pair.a).end_tokens == 0
         assert pair.a.lookup().end_tokens == 0
+
+    def test_a_reset_is_passed_on_once(self) -> None:
+        """Both have peers that hold the other: without a name it would go round for ever."""
+        pair = Pair()
+        pair.a.save(0)
+        pair.b.lookup(source=pair.a)
+        pair.a.lookup(source=pair.b)
+        pair.b.ask(Reset(8))
+        pair.advance(1)
+        assert pair.a.store._peers._resets[DENSE.digest] == pair.b.store._peers._resets[DENSE.digest]
+        pair.a.save(0)
+        assert pair.a.lookup().end_tokens == 256  # nobody takes it out again
+        pair.advance(1)
+        assert pair.a.lookup().end_tokens == 256

@@ -76,7 +76,7 @@ EXAMPLES: tuple[m.Request | m.Reply, ...] = (
     m.ReceiptGet(1, "ticket", 2, 3),
     m.Ping(1),
     m.StatsGet(1),
-    m.Reset(1, b"\x01"),
+    m.Reset(1, b"\x01", "s.1"),
     m.Greeting(1, "0.1", "store", 2, True, LIMITS, b"\x03", "tcp://a:1"),
     m.Welcome(1, 2, b"\x03", b"\x04", 5, b"\x06"),
     m.Refused(1, "KV-204", "what", "remedy"),
@@ -349,7 +349,7 @@ def test_what_is_new_is_not_read_from_older_messages_by_accident() -> None:
     """The negative control: the older bytes are others, and what they do not say is missing in what is read."""
     before = json.loads(BEFORE_PEERS.read_text())
     changed = {name for name, frame in golden_values().items() if before.get(name) != frame}
-    grown = {"Hello", "Lookup", "Greeting", "Welcome", "Found", "Staged", "Slots", "ReceiptFile", "Receipts"}
+    grown = {"Hello", "Lookup", "Greeting", "Welcome", "Found", "Staged", "Slots", "Reset", "ReceiptFile", "Receipts"}
     assert changed == {*grown, "Offer", "Pull", "Pulled"}
     (hello,) = request_reader(LIMIT).feed(bytes.fromhex(before["Hello"]))
     assert (hello.peer, hello.nonce) == (False, b"")  # type: ignore[union-attr]
