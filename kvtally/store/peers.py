@@ -59,6 +59,7 @@ MOST_PEERS = 256  # whose health is remembered
 MOST_ASKS = 1_024  # open at once, at one peer
 MOST_DENIED = 65_536
 MOST_RESETS = 4_096  # whose names are remembered
+MOST_NAMES = 256  # of one namespace, that a peer may be asked for one after the other
 REFUSALS = ("KV-200", "KV-201", "KV-202", "KV-204", "KV-205", "KV-206", "KV-210")  # trying again soon does not help
 
 
@@ -90,7 +91,6 @@ class Link:
 
     resets: int = 0  # of its namespace, that the peer has carried out, by this store's count
     resetting: int = 0  # the Reset that was sent and not answered yet; 0: none
-    reset_count: int = 0  # what `resets` is when it is done
     held: list[Ask] = field(default_factory=list)  # questions that wait for that
 
 
@@ -134,7 +134,7 @@ class Peers:
         self._asks: dict[int, Ask] = {}
         self._staging: dict[Loan, Ask] = {}  # found, and on its way into the peer's arena
         self._denied: dict[tuple[PeerLink, bytes], tuple[int, Answer]] = {}  # link, last chain -> until when
-        self._resets: dict[bytes, tuple[int, str]] = {}  # namespace -> how often it was reset here, the last one's name
+        self._resets: dict[bytes, list[str]] = {}  # namespace -> names of its resets, in the order of carrying them out
         self._carried_out: dict[tuple[bytes, str], None] = {}  # namespace and name of resets, the oldest first
         self._answers: list[Answer] = []
         self._outbox: list[tuple[PeerLink, Request]] = []
@@ -197,10 +197,16 @@ class Peers:
 
     def reset(self, digest: bytes, name: str) -> None:
         """A namespace was reset here: its peers must do the same before anything is taken from them."""
-        count, _ = self._resets.get(digest, (0, ""))
-        self._resets[digest] = count + 1, name
+        names = self._resets.setdefault(digest, [])
+        names.append(name)
         self._carried_out[digest, name] = None
-        if len(self._carried_out) > MOST_RESETS:
+        if len(names) > MOST_NAMES:  # a reset that nobody knows yet does what all of them did
+            names[:] = [f"{self._address}.{self._context.new_id()}"]
+            self._carried_out[digest, names[0]] = None
+            for link, state in self._links.items():
+                if link.namespace == digest:
+                    state.resets = state.resetting = 0
+        while len(self._carried_out) > MOST_RESETS:
             del self._carried_out[next(iter(self._carried_out))]
         for link in self._links:
             if link.namespace == digest:
@@ -212,7 +218,7 @@ class Peers:
 
     def _send_ask(self, ask: Ask) -> None:
         link = self._links.setdefault(ask.link, Link())
-        if link.resets < self._resets.get(ask.link.namespace, (0, ""))[0]:
+        if link.resets < len(self._resets.get(ask.link.namespace, ())):
             link.held.append(ask)
             self._send_reset(ask.link)
         else:
@@ -221,8 +227,8 @@ class Peers:
     def _send_reset(self, link: PeerLink) -> None:
         state = self._links[link]
         if not state.resetting:
-            state.reset_count, name = self._resets[link.namespace]
             state.resetting = self._context.new_id()
+            name = self._resets[link.namespace][state.resets]
             self._outbox.append((link, Reset(state.resetting, link.namespace, name)))
 
     # ---- what peers say
@@ -319,7 +325,10 @@ class Peers:
         state = self._links.get(link)
         if state is None or state.resetting != number:
             return
-        state.resetting, state.resets = 0, state.reset_count
+        state.resetting, state.resets = 0, state.resets + 1
+        if state.resets < len(self._resets[link.namespace]):
+            self._send_reset(link)
+            return
         held, state.held = state.held, []
         for ask in held:
             self._send_ask(ask)
