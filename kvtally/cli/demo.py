@@ -21,7 +21,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,7 +37,7 @@ from kvtally.client import Miss
 from kvtally.core.receipts import Verdict
 from kvtally.errors import ConfigError, TransportError
 from kvtally.processes import workplace
-from kvtally.testing.deployment import Answer, Deployment, TwoNodes, family
+from kvtally.testing.deployment import Answer, Deployment, TwoNodes
 from kvtally.testing.models import GDN, tiny_models
 
 PROMPT_TOKENS = 1_500
@@ -289,21 +288,7 @@ def _patiently(up: TwoNodes, ask: Callable[[], _Asked]) -> _Asked:
 
 
 def _asked_while(up: TwoNodes, prompt: list[int], alone: Answer, happens: Callable[[], None]) -> _Asked:
-    """Ask, and let something happen after prefill has answered and before decode's store has pulled anything. Decode's
-    engine and its store are stopped until then."""
-    store, (_, *engine) = up.b.pid_of("store"), family(up.b.pid_of("decode-0"))  # its API server goes on: it is checked
-    stopped = [store, *engine]
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            asked = pool.submit(_Asked, up, prompt, alone)
-            up.wait(lambda: asked.done() or up.requests_at(up.decode) > 0, "prefill does not answer")
-            happens()
-        finally:
-            for pid in stopped:
-                os.kill(pid, signal.SIGCONT)
-        return asked.result()
+    return up.meanwhile(lambda: _Asked(up, prompt, alone), happens)
 
 
 def _kill_prefill_store(up: TwoNodes) -> None:

@@ -2,6 +2,7 @@
 
     Deployment ──YAML──▶ kvtally up ──▶ store, prefill, decode, router
         │   TwoNodes: kvtally up --node a ──▶ store, prefill, router; kvtally up --node b ──▶ store, decode
+        │             (Hosts say where the nodes are: on loopback addresses, or where a test puts them)
         └──completions──▶ router, or straight to decode for what it answers alone
 
 For the demo and for tests. Owns the file, the process, and how answers are read. Blocking; every wait has a deadline
@@ -20,9 +21,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -38,9 +40,9 @@ from kvtally.wire.stats import StoreStats
 START_S = 400.0
 REQUEST_S = 120.0
 STOP_S = 60.0
-NODES = ("127.0.0.2", "127.0.0.3")  # on Linux the whole of 127.0.0.0/8 is this machine's
 # A request waits this long for the store, and its answer for the receipt: on a busy machine either may take seconds.
 WAIT_MS, RECEIPT_WAIT_MS = 15_000, 5_000
+T = TypeVar("T")
 
 
 class Answer(NamedTuple):
@@ -240,9 +242,10 @@ class Deployment(Up):
         for engine in engines:
             self.wait(is_reset, f"{engine} does not reset its cache")
 
-    def counted(self) -> dict[str, float]:
-        """How many prompt tokens decode's engine got from each source, as vLLM counts them."""
-        with direct.open(f"{self.decode}/metrics", timeout=REQUEST_S) as response:
+    def counted(self, engine: str = "") -> dict[str, float]:
+        """How many prompt tokens an engine, decode's unless another is named, got from each source, as vLLM counts
+        them."""
+        with direct.open(f"{engine or self.decode}/metrics", timeout=REQUEST_S) as response:
             text = response.read().decode()
         found = re.findall(r'^vllm:prompt_tokens_by_source_total\{.*source="(\w+)".*\} (\S+)$', text, re.MULTILINE)
         return {source: float(value) for source, value in found}
@@ -261,6 +264,14 @@ class Deployment(Up):
                 raise self.broken("the store does not answer")
             yield client
 
+    def stats(self, socket: str = "") -> StoreStats:
+        """What the store, or the one with this socket, tells about itself."""
+        with self.store(socket) as client:
+            told = client.stats().wait()
+            if isinstance(told, Miss):
+                raise self.broken(f"the store does not answer: {told}")
+            return msgspec.convert(told.stats, StoreStats)
+
     def receipt(self, answer: Answer) -> dict[str, Any]:
         """Both halves of a receipt. The router has them a moment after the answer."""
         found: dict[str, Any] = {}
@@ -277,17 +288,33 @@ class Deployment(Up):
         return found
 
 
+class Hosts:
+    """Where the nodes of a deployment are. Here: on this machine, each with a loopback address of its own."""
+
+    addresses: Mapping[str, str] = {"a": "127.0.0.2", "b": "127.0.0.3"}  # on Linux all of 127.0.0.0/8 is this machine's
+    router = "a"  # the router's node; it may be one without engines
+
+    @contextmanager
+    def on(self, node: str) -> Iterator[None]:
+        """What this thread starts or connects meanwhile, it does on that node."""
+        yield
+
+
+LOOPBACK = Hosts()
+
+
 class TwoNodes(Deployment):
     """Two machines, in all but the network between them: prefill and the router on node a, decode on node b, each node
-    with a store of its own. Nothing is shared but the loopback interface, on which each has its own address.
+    with a store of its own. Nothing is shared but the loopback interface, on which each has its own address. Other
+    `hosts` put the nodes elsewhere, and perhaps the router on a third one.
 
     This is `kvtally up --node a`; `b` is the other one. `socket` is of decode's store, `prefill_socket` of prefill's;
     `stores` are the addresses of a's and b's.
     """
 
-    def __init__(self, model: Model, directory: Path, **changes: Any) -> None:
+    def __init__(self, model: Model, directory: Path, hosts: Hosts = LOOPBACK, **changes: Any) -> None:
         ports = free_ports(7)
-        a, b = NODES
+        a, b = hosts.addresses["a"], hosts.addresses["b"]
         self.router = f"http://127.0.0.1:{ports[0]}"
         self.prefill, self.decode = f"http://{a}:{ports[1]}", f"http://{b}:{ports[2]}"
         self.prefill_socket, self.socket = str(directory / "a.sock"), str(directory / "b.sock")
@@ -296,35 +323,64 @@ class TwoNodes(Deployment):
         self.token.write_text(secrets.token_hex(16))
         self.token.chmod(0o600)
         changes["store"] = {"token_file": str(self.token), **changes.pop("store", {})}
-        nodes = {
-            "a": {"address": a, "prefill": {"port": ports[1]}, "store": _at(self.prefill_socket, a, *ports[3:5])},
-            "b": {"address": b, "decode": {"port": ports[2]}, "store": _at(self.socket, b, *ports[5:7])},
-        }
+        changes["router"] = {"node": hosts.router, **changes.pop("router", {})}
+        nodes: dict[str, dict[str, object]] = {node: {"address": where} for node, where in hosts.addresses.items()}
+        nodes["a"] |= {"prefill": {"port": ports[1]}, "store": _at(self.prefill_socket, a, *ports[3:5])}
+        nodes["b"] |= {"decode": {"port": ports[2]}, "store": _at(self.socket, b, *ports[5:7])}
         # On a busy machine a tiny model computes a prompt sooner than it is pulled, and the store would choose that.
         changes["connector"] = {"always_load": True, **changes.pop("connector", {})}
         file = self._written(model, directory, {"nodes": nodes, **changes})
-        Up.__init__(self, file, "--node", "a", log="up-a.log")
-        self.b = Up(file, "--node", "b", log="up-b.log")
+        with hosts.on("a"):
+            Up.__init__(self, file, "--node", "a", log="up-a.log")
+        self._others: dict[str, Up] = {}
+        for node in nodes.keys() - {"a"}:
+            with hosts.on(node):
+                self._others[node] = Up(file, "--node", node, log=f"up-{node}.log")
+        self.b = self._others["b"]
 
     @property
     def sockets(self) -> list[str]:
         return [self.prefill_socket, self.socket]
 
     def is_ready(self) -> bool:
-        if self.b.has_ended():
-            raise self.b.broken(f"{self.b.name} ended")
+        for other in self._others.values():
+            if other.has_ended():
+                raise other.broken(f"{other.name} ended")
         return super().is_ready()
 
     def is_linked(self) -> bool:
         """Whether decode's store asks prefill's: one that did not answer in time is left alone for a while."""
-        with self.store() as client:
-            stats = client.stats().wait()
-        if isinstance(stats, Miss):
-            return False
-        return all(peer.state == "ok" for peer in msgspec.convert(stats.stats, StoreStats).peers)
+        return all(peer.state == "ok" for peer in self.stats().peers)
+
+    @property
+    def decode_engine(self) -> list[int]:
+        """Its processes, but for its API server: the router asks that one whether the engine is well."""
+        return family(self.b.pid_of("decode-0"))[1:]
+
+    @contextmanager
+    def stopped(self, processes: Sequence[int]) -> Iterator[None]:
+        """Stop processes for a while."""
+        try:
+            for process in processes:
+                os.kill(process, signal.SIGSTOP)
+            yield
+        finally:
+            for process in processes:
+                os.kill(process, signal.SIGCONT)
+
+    def meanwhile(self, ask: Callable[[], T], happens: Callable[[], None]) -> T:
+        """Ask, and let something happen after prefill has answered and before decode's store has pulled anything.
+        Decode's engine and its store are stopped until then."""
+        with ThreadPoolExecutor(1) as pool:
+            with self.stopped([self.b.pid_of("store"), *self.decode_engine]):
+                asked = pool.submit(ask)
+                self.wait(lambda: asked.done() or self.requests_at(self.decode) > 0, "prefill does not answer")
+                happens()
+            return asked.result()
 
     def close(self) -> None:
-        self.b.close()
+        for other in self._others.values():
+            other.close()
         super().close()
 
 

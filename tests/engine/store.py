@@ -9,15 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kvtally.client import Miss, StoreClient
+from kvtally.core.keys import ROOT_CHAIN
+from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.core.receipts import Half
 from kvtally.store.tiers.files import read_format
 from kvtally.store.tiers.journal import KEY, pieces_of, replay
 from kvtally.testing.conformance import ConnectorUnderTest
+from kvtally.wire.messages import PutObject, PutStatus
 
 DEADLINE_S = 60.0
 
@@ -194,3 +198,21 @@ def _flip(path: Path, objects: Iterable[bytes] | None) -> int:
         for place in found:
             memory[place] ^= 0x10
     return len(found)
+
+
+@contextmanager
+def hoarder(socket: str) -> Iterator[None]:
+    """Half of the arena, as much as one client may have, is being written to."""
+    with StoreClient(socket) as client:
+        assert not isinstance(client.connect(DEADLINE_S), Miss)
+        assert client.arena is not None
+        length_bytes = client.arena.size_bytes // 16
+    group = GroupSpec(kind=GroupKind.FULL, block_tokens=16, page_bytes=((length_bytes // 16,),))
+    namespace = Namespace(model="hoarder", groups=(group,), chunk_tokens=256, alignment_tokens=16)
+    chains = [os.urandom(32) for _ in range(8)]
+    with StoreClient(socket, namespace=namespace) as client:
+        assert not isinstance(client.connect(DEADLINE_S), Miss)
+        puts = client.put_begin([PutObject(chain, ROOT_CHAIN, 0, 256, 0, 0, length_bytes) for chain in chains]).wait()
+        assert not isinstance(puts, Miss)
+        assert {put.status for put in puts} == {PutStatus.WRITE}
+        yield

@@ -8,29 +8,24 @@ No test depends on how fast the machine is: deadlines are for hangs only.
 from __future__ import annotations
 
 import functools
-import os
 import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from kvtally.client import Miss, StoreClient
 from kvtally.core.answers import TOLERANCE, compare
-from kvtally.core.keys import ROOT_CHAIN
-from kvtally.core.namespace import GroupKind, GroupSpec, Namespace
 from kvtally.core.receipts import Half
 from kvtally.testing.conformance import ConnectorUnderTest
 from kvtally.testing.engines import Engine, Generate, Output, Prompt
 from kvtally.testing.models import MAMBA, VOCABULARY, Model, Recipe
-from kvtally.wire.messages import MissReason, PutObject, PutStatus
+from kvtally.wire.messages import MissReason
 from tests.engine.offline import run_offline
-from tests.engine.store import StoreProcess
+from tests.engine.store import StoreProcess, hoarder
 
 pytestmark = pytest.mark.engine
 
@@ -264,20 +259,6 @@ def test_a_hand_off_that_the_arena_cannot_hold_is_not_waited_for(scene: Scene) -
         assert half.reason == MissReason.ARENA_FULL
     else:
         assert (told["reason"], half.reason) == (MissReason.ARENA_FULL, MissReason.ABSENT)
-
-
-@contextmanager
-def hoarder(socket: str) -> Iterator[None]:
-    """Half of the arena, as much as one client may have, is being written to."""
-    group = GroupSpec(kind=GroupKind.FULL, block_tokens=16, page_bytes=((65_536,),))
-    namespace = Namespace(model="hoarder", groups=(group,), chunk_tokens=256, alignment_tokens=16)
-    chains = [os.urandom(32) for _ in range(8)]
-    with StoreClient(socket, namespace=namespace) as client:
-        assert not isinstance(client.connect(5), Miss)
-        puts = client.put_begin([PutObject(chain, ROOT_CHAIN, 0, 256, 0, 0, 1 << 20) for chain in chains]).wait()
-        assert not isinstance(puts, Miss)
-        assert {put.status for put in puts} == {PutStatus.WRITE}
-        yield
 
 
 def hand_over(scene: Scene) -> tuple[dict[str, Any], Half]:
