@@ -288,7 +288,7 @@ class Leases:
         for _, node, mask in lease.needs:
             for bit in each_bit(mask & ~self._residency.arena_mask(node)):
                 if (node, bit) not in lease.awaited:
-                    self.staging.want(lease, node, bit, readable)
+                    self._remember_pulled(lease, node, self.staging.want(lease, node, bit, readable), now_ns)
 
     def slots(self, session: Session, request: SlotsGet) -> None:
         lease = self._leases.get(request.lease)
@@ -406,7 +406,6 @@ class Leases:
         self._aim(lease, hit)
         lease.enter(LeaseState.ANNOUNCED)
         lease.staged_ns = now_ns
-        self._remember_pulled(lease, now_ns)
         found_reason = lease.found_reason if hit.end_tokens < longest_possible(request) else ""
         self._context.counts.lookup(request, hit.end_tokens, lease.reason or found_reason)
         self._context.send(lease.session, self._staged(lease, now_ns))
@@ -421,17 +420,16 @@ class Leases:
                 tokens[self._context.tiers[lease.staged[node] - 1].info.kind] += node.end - node.start
         return tokens
 
-    def _remember_pulled(self, lease: Lease, now_ns: int) -> None:
-        """Keep account of what a hand-off's lease has pulled, for the hand-off's next one."""
+    def _remember_pulled(self, lease: Lease, node: Node, tier: int, now_ns: int) -> None:
+        """Keep account of what a hand-off's lease pulls, for its next one: it may land when this one is over."""
         ticket = lease.request.ticket
-        pulled = {node: tier for node, tier in lease.staged.items() if not self._context.is_owned(tier)}
-        if not ticket or not pulled or lease.session.is_peer:
+        if not ticket or lease.session.is_peer or self._context.is_owned(tier):
             return
         if ticket not in self._pulled_for:
             if len(self._pulled_for) >= MOST_TICKETS:
                 return
             self._context.alarms.set(now_ns + PULLED_NS, partial(self._forget_pulled, ticket))
-        self._pulled_for.setdefault(ticket, {}).update(pulled)
+        self._pulled_for.setdefault(ticket, {})[node] = tier
 
     def _forget_pulled(self, ticket: str, now_ns: int) -> None:
         del self._pulled_for[ticket]

@@ -67,7 +67,8 @@ class Staging:
         rising = self._rising.get((node, bit))
         return rising is not None and rising.is_reading
 
-    def want(self, lease: Lease, node: Node, bit: int, readable: Sequence[int]) -> None:
+    def want(self, lease: Lease, node: Node, bit: int, readable: Sequence[int]) -> int:
+        """A lease waits for this object. Returns the tier that it comes from."""
         key = (node, bit)
         lease.awaited.add(key)
         rising = self._rising.get(key)
@@ -80,6 +81,7 @@ class Staging:
         rising.is_probe = False
         lease.tier = max(lease.tier, rising.tier)
         self._planner.ask(rising.tier, key, self._residency.length_bytes(node, bit), lease.id)
+        return rising.tier
 
     def hasten(self, lease: Lease) -> None:
         """The lease has moved forward in the order: what it awaits moves with it."""

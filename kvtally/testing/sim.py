@@ -209,9 +209,9 @@ class Cluster:
             if answers:
                 return
             hits = [node.hit_of(namespace, request) for node in (here, there)]
-            is_reset = namespace.digest in self.was_reset  # perhaps the other store is told first to forget it all
+            is_reset = namespace.digest in self.was_reset  # perhaps each tells the other first to forget it all
             room = min(node.arena_bytes for node in (here, there)) // 2
-            expected[0] = hits[0][0] if is_reset else max(hits)[0]
+            expected[0] = 0 if is_reset else max(hits)[0]
             if max(hits)[1] > room or self.is_damaged or self.is_scribbled:
                 expected[0] = 0
             client.fetch(request, chains, list(range(namespace.ranks)), answers.append)
