@@ -1,9 +1,10 @@
 """Which instance serves a request: how much of the prompt it has seen, how busy it is, and whether prefill is worth it.
 
 The router has no tokenizer, so it knows a prompt by its bytes. `prints_of` makes digests of a prompt's beginnings,
-`PrefixMap` remembers which instance has seen which of them, `choose` picks an instance, `skip_prefill` says when it is
-not worth asking prefill, and `Pace` when a prefill instance has been silent for too long. Pure: time is an argument,
-and equal arguments give equal answers.
+`PrefixMap` remembers which instance has seen which of them, `choose` picks an instance by that and by its load,
+`cheapest` by what a prompt would cost there, `skip_prefill` says when it is not worth asking prefill, `Work` says
+how much an instance still has to compute, and `Pace` when one has been silent for too long. Pure: time is an
+argument, and equal arguments give equal answers.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
+from kvtally.core.speed import Speed
+
 STEP_BYTES = 512  # the first boundaries; later ones lie an eighth of their position apart
 PARTS = 16  # the ends of this many last parts (messages) are boundaries, too
 DIGEST_BYTES = 16
 BYTES_PER_TOKEN = 4  # a rough estimate for text; the digests of token ids take 4 bytes for each
 LEAST_SILENCE_S, SEVERAL = 2.0, 5  # prefill is silent after five times its usual time, and not before 2 s
 SLACK = 4  # an instance that holds the prefix may have this many requests more than the least loaded one
+# Costs this close to the lowest are equal. They are estimates, and among equals the instance that has seen most of the
+# prompt is the better choice.
+NEAR, NEAR_S = 1.3, 0.005
 
 
 class Print(NamedTuple):
@@ -120,10 +126,30 @@ class Why(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An instance that may be chosen, and how many requests it has in flight."""
+    """An instance that may be chosen, how many requests it has in flight, and what a prompt would cost there.
+
+    Rates are bytes of prompts for each second; 0 means that nothing is known. All but the first two are for
+    `cheapest`."""
 
     name: str
     load: int
+    queued_bytes: float = 0.0  # what it still has to compute of other prompts
+    compute_bytes_s: float = 0.0
+    stored_bytes: int = 0  # of this prompt, in its own store or its own memory
+    pulled_bytes: int = 0  # of this prompt, in the store that it would pull from
+    pull_bytes_s: float = 0.0  # 0, too, if it cannot pull
+
+    def had_bytes(self, compute_bytes_s: float) -> int:
+        """What it would not compute of the prompt, if it computes at this rate. It pulls only what it would not have
+        sooner by computing."""
+        return max(self.stored_bytes, self.pulled_bytes) if self.pull_bytes_s > compute_bytes_s else self.stored_bytes
+
+    def cost(self, compute_bytes_s: float, most_bytes: int) -> float:
+        """Seconds: for what is queued there, for what it pulls, and for what it must compute beyond what must be
+        computed even by the candidate that has `most_bytes`."""
+        had_bytes = self.had_bytes(compute_bytes_s)
+        pull_s = (had_bytes - self.stored_bytes) / self.pull_bytes_s if had_bytes > self.stored_bytes else 0.0
+        return (self.queued_bytes + most_bytes - had_bytes) / compute_bytes_s + pull_s
 
 
 class Choice(NamedTuple):
@@ -138,8 +164,7 @@ def choose(candidates: Sequence[Candidate], held: Mapping[str, Held], *, turn: i
     """
     if not candidates:
         return None
-    first = turn % len(candidates)
-    ordered = [*candidates[first:], *candidates[:first]]
+    ordered = _in_turn(candidates, turn)
     idle = min(ordered, key=lambda candidate: candidate.load)
     holder = max(ordered, key=lambda candidate: (_seen(held, candidate), -candidate.load))
     if not _seen(held, holder):
@@ -149,9 +174,79 @@ def choose(candidates: Sequence[Candidate], held: Mapping[str, Held], *, turn: i
     return Choice(holder.name, Why.AFFINITY)
 
 
+def cheapest(candidates: Sequence[Candidate], held: Mapping[str, Held], *, turn: int) -> Choice | None:
+    """The instance where the prompt costs least, in seconds: what is queued there, and what is missing there, pulled or
+    computed. As long as no rate is known, the one that `choose` names.
+
+    What even the best of them must compute costs nothing anywhere. Otherwise an instance that is a little faster would
+    get all new prompts, and its store would have to drop them while others have room. An instance that has not been
+    measured counts as fast as the others usually are.
+    """
+    rates = sorted(item.compute_bytes_s for item in candidates if item.compute_bytes_s)
+    if not rates:
+        return choose(candidates, held, turn=turn)
+    ordered = _in_turn(candidates, turn)
+    paired = [(item, item.compute_bytes_s or rates[len(rates) // 2]) for item in ordered]
+    most_bytes = max(item.had_bytes(rate) for item, rate in paired)
+    costs = [item.cost(rate, most_bytes) for item, rate in paired]
+    limit = NEAR * min(costs) + NEAR_S
+    near = [item for item, cost in zip(ordered, costs, strict=True) if cost <= limit]
+    best = max(near, key=lambda item: (_seen(held, item), -item.load))
+    longest = max(_seen(held, item) for item in candidates)
+    if not longest:
+        return Choice(best.name, Why.LEAST_LOADED)
+    return Choice(best.name, Why.AFFINITY if _seen(held, best) == longest else Why.BUSY)
+
+
+def _in_turn(candidates: Sequence[Candidate], turn: int) -> list[Candidate]:
+    first = turn % len(candidates)
+    return [*candidates[first:], *candidates[:first]]
+
+
 def _seen(held: Mapping[str, Held], candidate: Candidate) -> int:
     known = held.get(candidate.name)
     return known.seen_bytes if known else 0
+
+
+class Work:
+    """What one prefill instance has under way, and how fast it computes, in bytes of prompts.
+
+    An engine computes prompts in the order in which they came. So of those under way only the first can be partly
+    done, and it has been computed since it began or since the one before it ended.
+    """
+
+    def __init__(self) -> None:
+        self._speed = Speed()
+        self._legs: dict[Hashable, int] = {}  # bytes to compute, in the order of their arrival
+        self._total_bytes = 0
+        self._front_ns = 0  # when the first of them became the first
+
+    @property
+    def bytes_s(self) -> float:
+        """How fast it computes; 0 until a prompt was measured."""
+        return self._speed.bytes_s
+
+    def began(self, leg: Hashable, compute_bytes: int, now_ns: int) -> None:
+        if not self._legs:
+            self._front_ns = now_ns
+        self._legs[leg] = compute_bytes
+        self._total_bytes += compute_bytes
+        self._speed.began(now_ns)
+
+    def ended(self, leg: Hashable, computed_bytes: int, now_ns: int) -> None:
+        """A leg is over. It measures the instance's speed, unless it computed nothing."""
+        is_first = next(iter(self._legs)) == leg
+        self._total_bytes -= self._legs.pop(leg)
+        if is_first:
+            self._front_ns = now_ns
+        self._speed.ended(computed_bytes, now_ns)
+
+    def queued_bytes(self, now_ns: int) -> float:
+        """What it still has to compute."""
+        if not self._legs:
+            return 0.0
+        done = self.bytes_s * (now_ns - self._front_ns) / 1e9
+        return self._total_bytes - min(done, next(iter(self._legs.values())))
 
 
 class Skip(StrEnum):

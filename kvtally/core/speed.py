@@ -48,13 +48,20 @@ class Speed:
     """What a tier delivers, all its readers together."""
 
     def __init__(self) -> None:
-        self.bytes_s = 0.0  # 0: not known yet
+        self._bytes_s: float | None = 0.0  # None: a batch has come since it was worked out
         self._batches: deque[Batch] = deque()
         self._open = NO_READS
         self._is_continued = False  # the last batch ended in the middle of the present busy time
         self._busy = 0
         self._since_ns = 0  # the last event
         self._measured_ns: int | None = None
+
+    @property
+    def bytes_s(self) -> float:
+        """The estimate; 0: not known yet."""
+        if self._bytes_s is None:
+            self._bytes_s = typical(self._batches)
+        return self._bytes_s
 
     def is_stuck(self, now_ns: int) -> bool:
         """Whether nothing has come for far longer than the largest read takes: the device hangs."""
@@ -86,7 +93,7 @@ class Speed:
         if self._open.ns and (self._open.reads >= BATCH_READS or not self._busy):
             self._close()
         elif self._open.ns and not self._batches:
-            self.bytes_s = self._open.bytes_s  # better than nothing
+            self._bytes_s = self._open.bytes_s  # better than nothing
 
     def _close(self) -> None:
         batch, self._open = self._open, NO_READS
@@ -97,7 +104,7 @@ class Speed:
         self._is_continued = True
         while sum(each.reads for each in self._batches) - self._batches[0].reads >= MOST_READS:
             self._batches.popleft()
-        self.bytes_s = typical(self._batches)
+        self._bytes_s = None
 
 
 def typical(batches: Collection[Batch]) -> float:

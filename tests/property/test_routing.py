@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtally.core.routing import (
     BYTES_PER_TOKEN,
     LEAST_SILENCE_S,
+    NEAR,
+    NEAR_S,
     SEVERAL,
     SLACK,
     STEP_BYTES,
@@ -18,6 +22,8 @@ from kvtally.core.routing import (
     Print,
     Skip,
     Why,
+    Work,
+    cheapest,
     choose,
     prints_of,
     skip_prefill,
@@ -155,6 +161,138 @@ def test_with_nothing_known_the_least_loaded_take_turns(among: list[Candidate], 
 
 def test_nobody_is_chosen_of_none() -> None:
     assert choose([], {}, turn=1) is None
+
+
+RATES = st.sampled_from([0.0, 500.0, 1_000.0, 4_000.0])
+
+
+@st.composite
+def weighed(draw: st.DrawFn) -> tuple[list[Candidate], dict[str, Held]]:
+    """Candidates for a prompt of 10,000 bytes, some of them on one store, and what each has seen itself."""
+    among, held = [], {}
+    for number in range(draw(st.integers(1, 5))):
+        stored = draw(st.integers(0, 10_000))
+        among.append(
+            Candidate(
+                name=f"i{number}",
+                load=draw(st.integers(0, 12)),
+                queued_bytes=draw(st.floats(0, 50_000)),
+                compute_bytes_s=draw(RATES),
+                stored_bytes=stored,
+                pulled_bytes=draw(st.integers(0, 10_000)),
+                pull_bytes_s=draw(RATES),
+            )
+        )
+        held[f"i{number}"] = Held(draw(st.integers(0, stored)), 0)
+    return among, {name: known for name, known in held.items() if known.seen_bytes}
+
+
+def takes_s(item: Candidate, usual: float) -> float:
+    """By the definition: queued, then pulled or computed, whichever is faster."""
+    rate = item.compute_bytes_s or usual
+    computed_s = (10_000 - item.stored_bytes) / rate
+    if item.pull_bytes_s and item.pulled_bytes > item.stored_bytes:
+        pulled_s = (item.pulled_bytes - item.stored_bytes) / item.pull_bytes_s
+        computed_s = min(computed_s, (10_000 - item.pulled_bytes) / rate + pulled_s)
+    return item.queued_bytes / rate + computed_s
+
+
+@given(weighed(), st.integers(0, 20))
+def test_a_choice_by_cost_can_be_explained(drawn: tuple[list[Candidate], dict[str, Held]], turn: int) -> None:
+    among, held = drawn
+    choice = cheapest(among, held, turn=turn)
+    assert choice is not None
+    assert choice == cheapest(among, held, turn=turn)
+    rates = sorted(item.compute_bytes_s for item in among if item.compute_bytes_s)
+    if not rates:
+        assert choice == choose(among, held, turn=turn)
+        return
+    seen = {item.name: held.get(item.name, Held(0, 0)).seen_bytes for item in among}
+    most = max(seen.values())
+    why = Why.LEAST_LOADED if not most else Why.AFFINITY if seen[choice.name] == most else Why.BUSY
+    assert choice.why is why
+
+
+@given(weighed(), st.integers(0, 20), st.sampled_from([500.0, 1_000.0, 4_000.0]))
+def test_equally_fast_instances_are_chosen_by_when_they_are_done(
+    drawn: tuple[list[Candidate], dict[str, Held]], turn: int, rate: float
+) -> None:
+    among, held = [replace(item, compute_bytes_s=rate) for item in drawn[0]], drawn[1]
+    choice = cheapest(among, held, turn=turn)
+    assert choice is not None
+    done_s = {item.name: takes_s(item, rate) for item in among}
+    everywhere_s = min((10_000 - item.had_bytes(rate)) / rate for item in among)  # whoever is chosen
+    soonest_s = min(done_s.values()) - everywhere_s
+    assert done_s[choice.name] - everywhere_s <= NEAR * soonest_s + NEAR_S + 1e-6
+
+
+def test_a_prompt_is_pulled_from_a_busy_holder_and_not_from_an_idle_one() -> None:
+    holder, other = Candidate("holder", 1, 0.0, 100.0, 1_000), Candidate("other", 0, 0.0, 100.0, 0, 1_000, 400.0)
+    held = {"holder": Held(1_000, 0)}
+    assert cheapest([holder, other], held, turn=0) == ("holder", Why.AFFINITY)
+    busy = replace(holder, queued_bytes=1_000.0)  # ten seconds; pulling takes two and a half
+    assert cheapest([busy, other], held, turn=0) == ("other", Why.BUSY)
+    assert cheapest([busy, replace(other, pull_bytes_s=0.0)], held, turn=0) == ("holder", Why.AFFINITY)
+    assert cheapest([replace(busy, queued_bytes=2_000.0), replace(other, pull_bytes_s=0.0)], held, turn=0) == (
+        "other",
+        Why.BUSY,
+    )
+
+
+@given(st.lists(st.floats(100.0, 10_000.0), min_size=2, max_size=5), st.integers(0, 20))
+def test_new_prompts_go_to_all_that_are_idle_in_turn(rates: list[float], turn: int) -> None:
+    """However fast each is: each store keeps its share of them."""
+    among = [Candidate(f"i{number}", 0, 0.0, rate) for number, rate in enumerate(rates)]
+    chosen = [cheapest(among, {}, turn=turn + step) for step in range(len(among))]
+    assert {choice.name for choice in chosen if choice} == {item.name for item in among}
+
+
+def test_an_instance_that_was_not_measured_counts_as_fast_as_the_others() -> None:
+    known, new = Candidate("known", 1, 500.0, 100.0), Candidate("new", 1, 300.0, 0.0)
+    assert cheapest([known, new], {}, turn=0) == ("new", Why.LEAST_LOADED)
+    assert cheapest([known, replace(new, queued_bytes=700.0)], {}, turn=0) == ("known", Why.LEAST_LOADED)
+
+
+def test_nobody_is_cheapest_of_none() -> None:
+    assert cheapest([], {}, turn=1) is None
+
+
+S = 1_000_000_000
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 10_000), st.integers(0, 5)), max_size=40))
+def test_work_is_what_was_sent_and_not_answered_yet(steps: list[tuple[bool, int, int]]) -> None:
+    """Nothing is measured here, so nothing is known to be done before it is over."""
+    work, under_way, now = Work(), {}, 0
+    for number, (is_new, size_bytes, place) in enumerate(steps):
+        now += S
+        if is_new or not under_way:
+            under_way[number] = size_bytes
+            work.began(number, size_bytes, now)
+        else:
+            leg = list(under_way)[place % len(under_way)]
+            del under_way[leg]
+            work.ended(leg, 0, now)
+        assert work.queued_bytes(now + S) == sum(under_way.values())
+        assert work.bytes_s == 0.0
+
+
+def test_work_measures_how_fast_an_instance_computes_and_what_it_has_done_of_the_first() -> None:
+    work = Work()
+    for number in range(4):  # four at once, one after the other: each of them takes a second of the instance
+        work.began(number, 1_000, 0)
+    for number in range(4):
+        assert work.queued_bytes(number * S) == 1_000 * (4 - number)
+        work.ended(number, 1_000, (number + 1) * S)
+    assert work.bytes_s == 1_000.0
+    work.began("a", 2_000, 10 * S)
+    work.began("b", 500, 10 * S)
+    assert work.queued_bytes(10 * S) == 2_500.0
+    assert work.queued_bytes(11 * S) == 1_500.0
+    assert work.queued_bytes(99 * S) == 500.0  # the second has not begun, as long as the first is not over
+    work.ended("a", 0, 99 * S)
+    assert work.queued_bytes(99 * S) == 500.0
+    assert work.bytes_s == 1_000.0  # what computed nothing measures nothing
 
 
 @given(st.integers(0, 10_000), st.integers(0, 10_000), st.integers(0, 1_000))
