@@ -13,6 +13,7 @@
     legs.py        one request to one instance, and how that fails
     upstream.py    HTTP towards engines
     receipts.py    reading receipts from stores
+    stores.py      which store has a prompt, how others reach it, what was pulled from it
     judging.py     what a receipt proves, what strict mode refuses, what the router learns
     relay.py       bytes towards the client, and how an answer ends
     book.py        counters and the last records

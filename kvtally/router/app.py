@@ -34,6 +34,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvtally.config import RouterConfig
 from kvtally.config.units import is_loopback, split_address
+from kvtally.core.routing import PrefixMap
 from kvtally.endpoint import endpoint
 from kvtally.errors import ConfigError, RouteError
 from kvtally.router.book import Book
@@ -58,6 +59,7 @@ KEEP_ALIVE_S = 75.0
 OPEN_FILES = 65_536  # a stream takes two: one for the client, one for the engine
 GARBAGE = (20_000, 20, 20)  # for `gc.set_threshold`
 MOST_RECEIPTS, DEFAULT_RECEIPTS = 1_000, 100
+PREFIXES, PREFIX_LIFETIME_NS = 65_536, 900 * 1_000_000_000  # what the router remembers of prompts
 
 # Calls that change an engine, or tell about its other users. They are not for a router's clients. vLLM 0.32 serves most
 # of them only in its developer mode.
@@ -152,17 +154,12 @@ class Router:
                 "state": member.state,
                 "problem": member.problem,
                 "requests": member.legs,
+                "prefill_bytes_s": round(member.work.bytes_s),
                 "store": member.instance.store,
             }
             for member in fleet.members.values()
         ]
-        stores = {address: reader.problem or "ok" for address, reader in self.known.readers.items()}
-        told = {
-            address: {"address": reader.greeting.address, "version": reader.greeting.version}
-            for address, reader in self.known.readers.items()
-            if reader.greeting is not None
-        }
-        return _json({"instances": rows, "stores": stores, "told": told, "flavour": self._config.flavour})
+        return _json({"instances": rows, "stores": self.known.stores.tree(), "flavour": self._config.flavour})
 
     def _receipt(self, ticket: str) -> web.Response:
         record = self.known.book.find(ticket)
@@ -217,6 +214,8 @@ async def running(config: RouterConfig, *, log_descriptor: int = 1, stop_s: floa
         address: ReceiptReader(endpoint(address, token=config.token, ca_file=config.store_ca, must_resolve=False))
         for address in addresses
     }
+    stores = Stores(fleet, readers)
+    seen = PrefixMap(capacity=PREFIXES, lifetime_ns=PREFIX_LIFETIME_NS)
     tenants = Tenants(load_secret(Path(config.salt_file)), header=config.tenant_header)
     listener = _listen(config.listen)
     async with contextlib.AsyncExitStack() as stack:
@@ -230,13 +229,14 @@ async def running(config: RouterConfig, *, log_descriptor: int = 1, stop_s: floa
             config,
             flavour=flavour,
             fleet=fleet,
-            readers=readers,
+            stores=stores,
+            seen=seen,
             book=book,
             tenants=tenants,
-            prefill=Prefill(config, flavour, fleet, Stores(fleet, readers), book, session),
+            prefill=Prefill(config, flavour, fleet, stores, seen, book, session),
             intake=intake,
         )
-        router = Router(config, proxy, Known(book, fleet, readers, lambda: log.lost), intake)
+        router = Router(config, proxy, Known(book, fleet, stores, lambda: log.lost), intake)
         watching = asyncio.create_task(_watch(fleet, readers, session, proxy))
         watching.add_done_callback(lambda _: router.stopping.set())  # a router that watches nothing must not go on
         stack.push_async_callback(_end, watching, fleet)

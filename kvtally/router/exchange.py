@@ -14,7 +14,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvtally.core.receipts import Half, Receipt
-from kvtally.core.routing import Print
+from kvtally.core.routing import Held, Print
 from kvtally.router import body as bodies
 from kvtally.router import headers as header
 from kvtally.router.body import Fields, Kind, Understood
@@ -30,8 +30,8 @@ class Exchange:
     """The state of one request."""
 
     __slots__ = (
-        *("_begun_s", "body", "fields", "kind", "matched", "path", "prints", "prompt_bytes", "record", "request"),
-        *("salt",),
+        *("_begun_s", "body", "fields", "held", "kind", "matched", "path", "prints", "prompt_bytes", "record"),
+        *("request", "salt"),
     )
 
     def __init__(self, request: web.BaseRequest, body: Body, *, salt: str) -> None:
@@ -43,6 +43,7 @@ class Exchange:
         self.kind = Kind.OTHER
         self.prints: Sequence[Print] = ()
         self.prompt_bytes = 0
+        self.held: dict[str, Held] = {}  # how much of the prompt each instance has seen
         self.matched: Matched | None = None
         self.record = Record(
             ticket=new_ticket(),

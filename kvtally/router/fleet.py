@@ -1,6 +1,6 @@
 """The fleet: all instances that the router knows, which are up, how busy each is, which are being drained.
 
-    health check every 2 s ─▶ up or down ─▶ Group.pick ─▶ core.routing.choose
+    health check every 2 s ─▶ up or down ─▶ Group.pick ─▶ core.routing.choose, cheapest
     a leg that could not connect ─▶ down, until a health check succeeds
 
 Owns that state. An instance counts as up until something says otherwise, so a router may start before its engines. When
@@ -19,7 +19,7 @@ from typing import cast
 import aiohttp
 
 from kvtally.config.instances import Instance
-from kvtally.core.routing import Candidate, Held, Pace, choose
+from kvtally.core.routing import Candidate, Held, Pace, Work, cheapest, choose
 from kvtally.errors import ConfigError
 from kvtally.router.upstream import EngineClient
 
@@ -38,7 +38,7 @@ class Member:
 
     __slots__ = (
         *("_unanswered", "client", "instance", "is_draining", "is_up", "legs", "name", "pace", "problem", "unfiled"),
-        *("was_heard",),
+        *("was_heard", "work"),
     )
 
     def __init__(self, instance: Instance) -> None:
@@ -51,6 +51,7 @@ class Member:
         self.legs = 0  # requests in flight
         self.unfiled = 0  # how many of its last receipts never came
         self.pace = Pace()  # of its prefill legs; a leg is the asyncio.Timeout that ends it
+        self.work = Work()  # what its prefill legs have it compute
         self.was_heard = False  # it answered a leg since the last sweep
         self._unanswered = 0  # health checks in a row
 
@@ -104,13 +105,22 @@ class Group:
         self.members = members
         self._turn = 0
 
-    def pick(self, held: Mapping[str, Held], *, besides: Collection[Member] = ()) -> Member | None:
-        """One that is up and takes new requests, or None."""
+    def pick(
+        self,
+        held: Mapping[str, Held],
+        *,
+        besides: Collection[Member] = (),
+        weighed: Callable[[Member], Candidate] | None = None,
+    ) -> Member | None:
+        """One that is up and takes new requests, or None. With `weighed` the choice is made by cost."""
         eligible = [item for item in self.members if item.is_up and not item.is_draining and item not in besides]
         if len(eligible) < 2:
             return eligible[0] if eligible else None
         self._turn += 1
-        choice = choose([Candidate(item.name, item.legs) for item in eligible], held, turn=self._turn)
+        if weighed is None:
+            choice = choose([Candidate(item.name, item.legs) for item in eligible], held, turn=self._turn)
+        else:
+            choice = cheapest([weighed(item) for item in eligible], held, turn=self._turn)
         return next((item for item in eligible if choice and item.name == choice.name), None)
 
 

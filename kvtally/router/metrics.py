@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from kvtally.router.book import Book
 from kvtally.router.fleet import Fleet
-from kvtally.router.receipts import ReceiptReader
+from kvtally.router.stores import Stores
 
 Sample = tuple[tuple[str, ...], float]
 
@@ -21,7 +21,7 @@ class Known(NamedTuple):
 
     book: Book
     fleet: Fleet
-    readers: dict[str, ReceiptReader]  # by the store's address
+    stores: Stores
     lost_lines: Callable[[], int]
 
 
@@ -125,7 +125,25 @@ METRICS: tuple[Entry, ...] = (
         GAUGE,
         "Whether receipts can be read from a store.",
         ("store",),
-        lambda at: (((address,), not reader.problem) for address, reader in at.readers.items()),
+        lambda at: (((address,), not reader.problem) for address, reader in at.stores.readers.items()),
+    ),
+    Entry(
+        "kvtally_router_pulls",
+        COUNTER,
+        "Pulls from a store by engines that use another one; ok, or why the store could not be asked.",
+        ("store", "result"),
+        lambda at: (
+            ((store, result), count)
+            for store, pulls in at.stores.pulls.items()
+            for result, count in {"ok": pulls.count, **pulls.failures}.items()
+        ),
+    ),
+    Entry(
+        "kvtally_router_foreign_addresses",
+        COUNTER,
+        "Hand-offs that name a store which is no configured instance's; decode is not told of it.",
+        (),
+        lambda at: [((), at.stores.foreign)],
     ),
     Entry(
         "kvtally_router_log_lines_lost",

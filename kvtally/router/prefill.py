@@ -4,22 +4,22 @@
                  ▲                   │ failed: up to two other instances
                  └───────────────────┘
 
-Owns what prefill instances have seen. A prefill that fails costs time, never the answer: decode then computes the
-prompt, and the verdict says why. Neighbours: `proxy` (left), `flavours`, `legs`, `fleet`.
+A prefill that fails costs time, never the answer: decode then computes the prompt, and the verdict says why.
+Neighbours: `proxy` (left), `flavours`, `legs`, `fleet`, `stores` (where a prompt could be pulled from).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import aiohttp
 import msgspec
 
 from kvtally.config import RouterConfig
-from kvtally.core.routing import Held, PrefixMap, Skip, skip_prefill
+from kvtally.core.routing import Candidate, Held, PrefixMap, Skip, skip_prefill
 from kvtally.router import body as bodies
 from kvtally.router.book import Book
 from kvtally.router.exchange import Exchange
@@ -27,10 +27,9 @@ from kvtally.router.flavours.base import Flavour, PrefillAnswer, ResponseUsage
 from kvtally.router.fleet import Fleet, Member
 from kvtally.router.judging import Promise
 from kvtally.router.legs import RETRIED_STATUSES, Failure, Leg, Whole, ask
-from kvtally.router.stores import Stores
+from kvtally.router.stores import Stores, computed_bytes
 
 PREFILL_ATTEMPTS = 3
-PREFIXES, PREFIX_LIFETIME_NS = 65_536, 900 * 1_000_000_000
 BOOTSTRAP_BYTES = 1 << 20
 BOOTSTRAP_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
@@ -40,14 +39,6 @@ class Plan(NamedTuple):
 
     overlay: dict[str, object]
     promise: Promise
-
-
-class Way(NamedTuple):
-    """Where a prompt goes, and who has seen how much of it."""
-
-    decode: Member
-    decode_holds: Mapping[str, Held]
-    prefill_holds: Mapping[str, Held]
 
 
 class _Choice(msgspec.Struct):
@@ -73,6 +64,7 @@ class Prefill:
         flavour: Flavour,
         fleet: Fleet,
         stores: Stores,
+        seen: PrefixMap,
         book: Book,
         session: aiohttp.ClientSession,
     ) -> None:
@@ -80,35 +72,29 @@ class Prefill:
         self._flavour = flavour
         self._fleet = fleet
         self._stores = stores
+        self._seen = seen
         self._book = book
         self._session = session  # for a flavour's questions, which are rare
-        self._seen = PrefixMap(capacity=PREFIXES, lifetime_ns=PREFIX_LIFETIME_NS)
 
-    def restarted(self, instance: str) -> None:
-        """An instance was down: what it held may be gone."""
-        self._seen.forget(instance)
+    async def plan(self, exchange: Exchange, decode: Member) -> Plan | Whole:
+        """Have the prompt computed and saved by a prefill instance, unless this decode instance had better compute it.
 
-    async def plan(self, exchange: Exchange, decode: Member, held: Mapping[str, Held]) -> Plan | Whole:
-        """Have the prompt computed and saved by a prefill instance, unless decode had better compute it.
-
-        `held` is what decode instances have of the prompt. A Whole is an answer that the client gets as it is."""
+        A Whole is an answer that the client gets as it is."""
         record = exchange.record
-        proved_bytes = held[decode.name].proved_bytes if decode.name in held else 0
-        seen = self._seen.holders(exchange.prints, time.monotonic_ns())
-        way = Way(decode, held, seen)
+        proved_bytes = exchange.held[decode.name].proved_bytes if decode.name in exchange.held else 0
         if not self._fleet.prefill.members:
             record.prefill = "none"
-            return self._alone(exchange, way, Promise())
+            return self._alone(exchange, Promise())
         skip = self._skip(exchange, proved_bytes)
         if skip is not None:
             record.prefill = f"skipped:{skip}"
             self._book.skipped[skip] += 1
-            return self._alone(exchange, way, Promise(skip=skip))
-        answer = await self._try_instances(exchange, way)
+            return self._alone(exchange, Promise(skip=skip))
+        answer = await self._try_instances(exchange, decode)
         if not isinstance(answer, Failure):
             return answer
         record.prefill = f"failed:{answer.reason}"
-        return self._alone(exchange, way, Promise(note=f"prefill_{answer.reason}"))
+        return self._alone(exchange, Promise(note=f"prefill_{answer.reason}"))
 
     def _skip(self, exchange: Exchange, proved_bytes: int) -> Skip | None:
         return bodies.skip_of(
@@ -119,13 +105,15 @@ class Prefill:
             from_tokens=self._config.prefill_from_tokens,
         )
 
-    async def _try_instances(self, exchange: Exchange, way: Way) -> Plan | Whole | Failure:
-        held = way.prefill_holds
+    async def _try_instances(self, exchange: Exchange, decode: Member) -> Plan | Whole | Failure:
+        held, prompt_bytes = exchange.held, exchange.prompt_bytes
         silent = [member for member in self._fleet.prefill.members if member.pace.is_left_alone]
         failure = Failure("silent" if silent else "down", "no prefill instance is up")
         tried: list[Member] = []
         while len(tried) < PREFILL_ATTEMPTS:
-            member = self._fleet.prefill.pick(held, besides=[*tried, *silent])
+            now_ns = time.monotonic_ns()
+            weighed = partial(self._stores.candidate, held=held, prompt_bytes=prompt_bytes, now_ns=now_ns)
+            member = self._fleet.prefill.pick(held, besides=[*tried, *silent], weighed=weighed)
             if member is None:
                 break
             if tried:
@@ -133,8 +121,15 @@ class Prefill:
                 exchange.record.retries += 1
                 self._book.retries["prefill"] += 1
             tried.append(member)
-            seen_bytes = held[member.name].seen_bytes if member.name in held else 0
-            answer = await self._ask(exchange, member, way, exchange.prompt_bytes - seen_bytes)
+            # A single instance has nothing to be compared with.
+            chosen = weighed(member) if len(self._fleet.prefill.members) > 1 else Candidate(member.name, member.legs)
+            leg, half = object(), None
+            member.work.began(leg, prompt_bytes - chosen.had_bytes(chosen.compute_bytes_s), now_ns)
+            try:
+                answer = await self._ask(exchange, member, chosen, decode)
+                half = answer.promise.half if isinstance(answer, Plan) else None
+            finally:
+                member.work.ended(leg, computed_bytes(prompt_bytes, half), time.monotonic_ns())
             if not isinstance(answer, Failure):
                 return answer
             failure = answer
@@ -143,9 +138,14 @@ class Prefill:
                 break
         return failure
 
-    async def _ask(self, exchange: Exchange, member: Member, way: Way, compute_bytes: int) -> Plan | Whole | Failure:
-        """One attempt with one instance, which has to compute so many bytes of the prompt."""
-        record = exchange.record
+    async def _ask(
+        self, exchange: Exchange, member: Member, chosen: Candidate, decode: Member
+    ) -> Plan | Whole | Failure:
+        """One attempt with one instance, of which this was known when it was chosen."""
+        record, held = exchange.record, exchange.held
+        seen = held.get(member.name, Held(0, 0))
+        source = self._stores.source(held, member.instance, exchange.prompt_bytes)
+        deliver = self._stores.deliver(member.instance, decode.instance)
         begun_ms = exchange.elapsed_ms
         member.legs += 1
         try:
@@ -153,13 +153,10 @@ class Prefill:
             overlay = {**bodies.prefill_overlay(exchange.fields), **opening.fields, "cache_salt": exchange.salt}
             headers = exchange.engine_headers(self._config.tenant_header)
             headers.update(opening.headers)
-            params = self._flavour.aimed(
-                opening.params,
-                source=self._stores.source(member, way.decode_holds, way.prefill_holds),
-                deliver=self._stores.beside(member, way.decode),
-            )
+            params = self._flavour.aimed(opening.params, source=source, deliver=deliver)
             body = bodies.encode(exchange.fields, {**overlay, "kv_transfer_params": params})
-            answer = await self._ask_in_time(member, Leg(exchange.path, headers, body), compute_bytes)
+            leg = Leg(exchange.path, headers, body)
+            answer = await self._ask_in_time(member, leg, exchange.prompt_bytes - seen.seen_bytes)
         except (OSError, ValueError) as error:  # from `open`
             return Failure("bootstrap", f"{member.instance.bootstrap} cannot be asked: {error}")
         finally:
@@ -176,8 +173,10 @@ class Prefill:
         try:
             told = msgspec.json.decode(answer.body, type=_Prefilled)
         except (msgspec.DecodeError, RecursionError):
-            return self._alone(exchange, way, Promise(note="bad_answer"))
+            return self._alone(exchange, Promise(note="bad_answer"))
         self._seen.learn(exchange.prints, member.name, time.monotonic_ns(), proved=False)
+        others = {name: known for name, known in held.items() if name != member.name}
+        exchange.held = {member.name: Held(exchange.prompt_bytes, seen.proved_bytes), **others}
         choice = told.choices[0] if told.choices else _Choice()
         handoff = self._flavour.close(
             exchange.ticket,
@@ -185,7 +184,8 @@ class Prefill:
             PrefillAnswer(told.usage.prompt_tokens, choice.finish_reason or "", told.kv_transfer_params),
         )
         if isinstance(handoff, str):
-            return self._alone(exchange, way, Promise(note=handoff))
+            return self._alone(exchange, Promise(note=handoff))
+        self._stores.prefilled(source, handoff.half, exchange.prompt_bytes, chosen, member.instance)
         found = [ids for ids in (told.prompt_token_ids, choice.prompt_token_ids) if bytes(ids).startswith(b"[")]
         ids = found[0] if found else None
         params = self._flavour.trusted(handoff.params, self._stores.is_known)
@@ -211,10 +211,9 @@ class Prefill:
         finally:
             member.pace.ended(limit, took_s)
 
-    def _alone(self, exchange: Exchange, way: Way, promise: Promise) -> Plan:
-        """Decode computes whatever it does not hold, and cannot pull."""
-        source = self._stores.source(way.decode, way.decode_holds, way.prefill_holds)
-        params = self._flavour.aimed(self._flavour.alone(exchange.ticket), source=source)
+    def _alone(self, exchange: Exchange, promise: Promise) -> Plan:
+        """Decode computes whatever it does not hold."""
+        params = self._flavour.alone(exchange.ticket)
         return Plan({"kv_transfer_params": params, "cache_salt": exchange.salt}, promise)
 
     async def _ask_json(self, url: str) -> object:

@@ -4,7 +4,7 @@
                                                                                          ▼
     client ◀── bytes as they come ◀── headers with the verdict ◀── judging ◀── decode's half of the receipt
 
-Owns the order of these steps, decode's retries, and what decode instances hold. Retrying is safe, because generating
+Owns the order of these steps, and decode's retries. Retrying is safe, because generating
 has no effects and nothing has reached the client yet; after the first byte nothing is retried (`relay`). When a client
 leaves, aiohttp cancels the handler, and with it the leg that is under way. Neighbours: `app` (left); `intake`,
 `prefill`, `legs`, `receipts`, `judging`, `relay` (right), in the order in which a request meets them.
@@ -33,9 +33,10 @@ from kvtally.router.fleet import Fleet, Member
 from kvtally.router.intake import Intake
 from kvtally.router.judging import NO_PROMISE, Judge, Promise
 from kvtally.router.legs import UNSENT, Failure, Leg, Started, Whole, read_on, start
-from kvtally.router.prefill import PREFIX_LIFETIME_NS, PREFIXES, Plan, Prefill
+from kvtally.router.prefill import Plan, Prefill
 from kvtally.router.receipts import Answer, ReceiptReader
 from kvtally.router.relay import CLIENT_LEFT, relay
+from kvtally.router.stores import Stores
 from kvtally.router.tenants import Tenants
 
 LEFT_STATUS = 499  # the status that others, too, log for a client that left
@@ -57,7 +58,8 @@ class Proxy:
         *,
         flavour: Flavour,
         fleet: Fleet,
-        readers: dict[str, ReceiptReader],
+        stores: Stores,
+        seen: PrefixMap,
         book: Book,
         tenants: Tenants,
         prefill: Prefill,
@@ -66,17 +68,16 @@ class Proxy:
         self._config = config
         self._flavour = flavour
         self._fleet = fleet
-        self._readers = readers
+        self._stores = stores
+        self._seen = seen
         self._book = book
         self._tenants = tenants
         self._prefill = prefill
         self._intake = intake
         self._judge = Judge(prefill_from_tokens=config.prefill_from_tokens)
-        self._seen = PrefixMap(capacity=PREFIXES, lifetime_ns=PREFIX_LIFETIME_NS)  # by decode instances
 
     def restarted(self, instance: str) -> None:
         """An instance was down: what it held may be gone."""
-        self._prefill.restarted(instance)
         self._seen.forget(instance)
 
     # ---- requests
@@ -116,9 +117,9 @@ class Proxy:
         data = await self._intake.take(exchange.request, exchange.body)
         await self._understand(exchange, data or b"", is_generating=True)
         del data
-        held = self._seen.holders(exchange.prints, time.monotonic_ns())
-        decode = self._pick_decode(held)
-        plan = await self._prefill.plan(exchange, decode, held)
+        exchange.held = self._seen.holders(exchange.prints, time.monotonic_ns())
+        decode = self._pick_decode(exchange.held)
+        plan = await self._prefill.plan(exchange, decode)
         if isinstance(plan, Whole):  # the client's own mistake, in the engine's words
             self._settle(exchange, NO_PROMISE, None, f"status_{plan.status}")
             headers = header.for_client(plan.headers)
@@ -209,20 +210,22 @@ class Proxy:
     async def _try_decode(
         self, exchange: Exchange, decode: Member, plan: Plan, *, is_last: bool
     ) -> web.StreamResponse | Failure:
-        reader = self._readers.get(decode.instance.store) if self._flavour.has_receipts else None
+        reader = self._stores.readers.get(decode.instance.store)
         if exchange.kind is Kind.BATCH:
             reader = None  # all prompts of a batch file under one ticket, so no receipt speaks for all of them
         asked = reader.ask(exchange.ticket, STORE_WAIT_MS) if reader is not None else None
-        body = bodies.encode(exchange.fields, plan.overlay)
+        source = self._stores.source(exchange.held, decode.instance, exchange.prompt_bytes)
+        told = self._flavour.aimed(cast("Params | None", plan.overlay.get("kv_transfer_params")), source=source)
+        body = bodies.encode(exchange.fields, {**plan.overlay, "kv_transfer_params": told})
         leg = Leg(exchange.path, exchange.engine_headers(self._config.tenant_header), body, may_repeat=False)
         started = await start(decode, leg, is_last=is_last)
-        del body, leg  # the answer may take long
+        del body, leg, told  # the answer may take long
         if isinstance(started, Failure):
             return started
         status = started.response.status
         try:
             if status == 200:
-                started = await self._judge_answer(exchange, decode, plan.promise, started, asked)
+                started = await self._judge_answer(exchange, decode, plan.promise, started, asked, source)
             else:
                 self._settle(exchange, plan.promise, None, f"status_{status}")
             plan.overlay.clear()
@@ -243,6 +246,7 @@ class Proxy:
         promise: Promise,
         started: Started,
         asked: asyncio.Future[Answer] | None,
+        source: str,
     ) -> Started:
         """Match the halves before the client gets the first byte. Raises RouteError where strict mode refuses."""
         half, why = None, "batch" if exchange.kind is Kind.BATCH else "no_receipts"
@@ -255,6 +259,12 @@ class Proxy:
         matched = exchange.matched
         assert matched is not None
         self._book.judged(matched)
+        if half is not None:
+            # After a hand-off, a wait for prefill's last chunks would be taken for a slow pull.
+            prefill = self._fleet.find(exchange.record.prefill)
+            if not source and prefill is not None and prefill.instance.store != decode.instance.store:
+                source = prefill.instance.store  # the router has lost it meanwhile
+            self._stores.pulled(source, half, exchange.prompt_bytes, is_timed=promise.half is None)
         lesson = self._judge.lesson(matched, promise)
         now_ns = time.monotonic_ns()
         self._seen.learn(exchange.prints[:-1], decode.name, now_ns, proved=lesson.holds_beginnings)
@@ -290,7 +300,7 @@ class Proxy:
                 answer, pause_s = await asked, SHORTEST_PAUSE_S
                 while not answer.reason and not _has_decode(answer):
                     # The store has waited as long as it does, or too many wait there and it answers at once.
-                    answer = await self._readers[decode.instance.store].ask(exchange.ticket, wait_ms)
+                    answer = await self._stores.readers[decode.instance.store].ask(exchange.ticket, wait_ms)
                     await asyncio.sleep(0 if _has_decode(answer) else pause_s)
                     pause_s *= 2
         except TimeoutError:

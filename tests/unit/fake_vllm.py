@@ -49,7 +49,7 @@ class Seen:
 class FakeVLLM:
     """One server, in the event loop of whoever enters it. What it does is changed by setting its attributes."""
 
-    def __init__(self, store: str = "", *, store_name: str = STORE_NAME) -> None:
+    def __init__(self, store: str = "", *, store_name: str = STORE_NAME, address: str = "") -> None:
         self.port = 0
         self.seen: list[Seen] = []
         self.arrived = asyncio.Event()  # set by every request, to be cleared by who waits
@@ -70,7 +70,8 @@ class FakeVLLM:
         self.files.set()
         self.filed = asyncio.Event()  # one has been
         self.extra: dict[str, web.Response] = {}  # by path
-        self._store_name = store_name
+        self.prefill_half: Callable[[Seen], Half] | None = None  # what prefill files in its store
+        self._store_name, self._address = store_name, address
         self._held: set[tuple[str, str]] = set()  # salt and prompt
         self._client = StoreClient(store, name="fake vLLM") if store else None
         # The only thread that uses the client. What its request has given up goes on there: it must end before `close`.
@@ -156,6 +157,8 @@ class FakeVLLM:
             await self.pause.wait()
         tokens = _tokens(seen.body)
         params = self._prefilled(seen, tokens)
+        if params is not None and self.prefill_half is not None:
+            await self._send(seen.params["kvtally"]["ticket"], self.prefill_half(seen))
         if params is None:
             await self._file(seen, tokens)
             if self.drops_filed:
@@ -213,6 +216,7 @@ class FakeVLLM:
                 "chain": CHAIN,
                 "state": "ready",
                 "reason": "",
+                "address": self._address,
             }
             return self.handoff(seen, {"kvtally": answer})
         if params.get("do_remote_decode") and "transfer_id" not in params:
@@ -226,12 +230,15 @@ class FakeVLLM:
         is_held, _ = key in self._held, self._held.add(key)
         if self._client is None or "ticket" not in own:
             return
-        saved = own.get("saved_tokens", 0) if own.get("store") == self._store_name else 0
+        # What lies in another store is pulled from there, if somebody says where that is.
+        is_near, is_far = own.get("store") == self._store_name, bool(own.get("address"))
+        saved = own.get("saved_tokens", 0) if is_near or is_far else 0
         reason = "" if saved or is_held else "foreign_store" if "store" in own else "absent"
         if is_held:
             counts = {"tokens_gpu": len(tokens) - 1, "computed_tokens": 1}
         else:
-            counts = {"tokens_host": saved, "computed_tokens": len(tokens) - saved, "moved_bytes": saved * 100}
+            place = "tokens_host" if is_near else "tokens_peer"
+            counts = {place: saved, "computed_tokens": len(tokens) - saved, "moved_bytes": saved * 100}
         half = self.half(
             seen, Half(role=Role.DECODE, prompt_tokens=len(tokens), verified=bool(saved), reason=reason, **counts)
         )

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -19,7 +19,7 @@ from yarl import URL
 from kvtally.config import RouterConfig
 from kvtally.config.instances import Instance
 from kvtally.router.app import Router, running
-from tests.unit.fake_vllm import FakeVLLM
+from tests.unit.fake_vllm import STORE_NAME, FakeVLLM
 from tests.unit.shell import Bench
 from tests.waiting import HANG_S, comes_about
 
@@ -74,6 +74,11 @@ class Kit:
             headers = {name.lower(): value for name, value in response.headers.items()}
             return Reply(response.status, headers, await response.read())
 
+    def find(self, name: str) -> FakeVLLM:
+        """The engine by the name that headers give it."""
+        (engine,) = (each for each in (*self.prefill, *self.decode) if each.name == name)
+        return engine
+
     async def lines(self, count: int) -> list[dict[str, Any]]:
         """The request log, once it has so many lines."""
         await comes_about(lambda: len(self.log.read_text().splitlines()) >= count)  # a thread writes them
@@ -85,25 +90,50 @@ class Kit:
         proxy._config = msgspec.structs.replace(proxy._config, receipt_wait_ms=wait_ms)
 
 
+class Home(NamedTuple):
+    """The store of an engine."""
+
+    path: str  # by which the engine reaches it
+    name: str = STORE_NAME
+    told: str = ""  # what it tells others to reach it by
+    address: str = ""  # by which the router reaches it, unless that is the path
+
+
 @contextlib.asynccontextmanager
 async def kit(
-    tmp_path: Path, *, prefill: int = 1, decode: int = 1, store: str = "", stop_s: float = 0.2, **settings: Any
+    tmp_path: Path,
+    *,
+    prefill: int | Sequence[Home] = 1,
+    decode: int | Sequence[Home] = 1,
+    store: str = "",
+    stop_s: float = 0.2,
+    **settings: Any,
 ) -> AsyncIterator[Kit]:
     """A router with so many fake engines. With `store`, engines file receipts there, and the router reads them; unless
-    a test says otherwise, it waits for them as long as tests wait for anything."""
+    a test says otherwise, it waits for them as long as tests wait for anything. Engines with stores of their own are
+    given by those."""
     settings.setdefault("receipt_wait_ms", LONGEST_WAIT_MS)
     async with contextlib.AsyncExitStack() as stack:
-
-        async def start(count: int) -> list[FakeVLLM]:
-            return [await stack.enter_async_context(FakeVLLM(store)) for _ in range(count)]
-
-        prefills, decodes = await start(prefill), await start(decode)
-        flavour = settings.pop("flavour", "kvtally" if prefill else "plain")
         address = settings.pop("address", store or str(tmp_path / "no-store.sock"))
+
+        def homes(of: int | Sequence[Home]) -> Sequence[Home]:
+            return [Home(store, address=address)] * of if isinstance(of, int) else of
+
+        async def start(of: Sequence[Home]) -> list[FakeVLLM]:
+            made = [FakeVLLM(home.path, store_name=home.name, address=home.told) for home in of]
+            return [await stack.enter_async_context(engine) for engine in made]
+
+        def instances(engines: list[FakeVLLM], of: Sequence[Home]) -> tuple[Instance, ...]:
+            pairs = zip(engines, of, strict=True)
+            return tuple(instance_of(engine, home.address or home.path) for engine, home in pairs)
+
+        at_prefill, at_decode = homes(prefill), homes(decode)
+        prefills, decodes = await start(at_prefill), await start(at_decode)
+        flavour = settings.pop("flavour", "kvtally" if prefill else "plain")
         config = RouterConfig(
             listen="127.0.0.1:0",
-            prefill=tuple(instance_of(engine, address) for engine in prefills),
-            decode=tuple(instance_of(engine, address) for engine in decodes),
+            prefill=instances(prefills, at_prefill),
+            decode=instances(decodes, at_decode),
             flavour=flavour,
             salt_file=str(tmp_path / "salt"),
             **settings,
@@ -114,8 +144,9 @@ async def kit(
         router = await stack.enter_async_context(running(config, log_descriptor=descriptor, stop_s=stop_s))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         made = Kit(router, session, prefills, decodes, log, config)
-        if store:
-            await stores_connected(made)
+        told = {home.address or home.path for home in (*at_prefill, *at_decode) if home.told}
+        if store or told:
+            await stores_connected(made, told)
         yield made
 
 
@@ -123,13 +154,14 @@ def instance_of(engine: FakeVLLM, store: str) -> Instance:
     return Instance(url=engine.url, store=store, bootstrap=engine.url)
 
 
-async def stores_connected(made: Kit) -> None:
-    await until(lambda: _is_connected(made))
+async def stores_connected(made: Kit, which: Collection[str] = ()) -> None:
+    """All of them, or those at these addresses."""
+    await until(lambda: _are_connected(made, which))
 
 
-async def _is_connected(made: Kit) -> bool:
-    told = (await made.send("GET", "/instances")).json()
-    return all(state == "ok" for state in told["stores"].values())
+async def _are_connected(made: Kit, which: Collection[str]) -> bool:
+    stores = (await made.send("GET", "/instances")).json()["stores"]
+    return all(stores[address]["receipts"] == "ok" for address in which or stores)
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:

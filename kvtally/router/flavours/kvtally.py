@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import cast
 
@@ -12,8 +11,6 @@ from kvtally.config.instances import Instance
 from kvtally.core import handoff
 from kvtally.core.handoff import KEY
 from kvtally.router.flavours.base import Ask, Flavour, Handoff, Opening, Params, PrefillAnswer
-
-logger = logging.getLogger(__name__)
 
 UNREACHABLE = "store_unreachable"
 
@@ -46,15 +43,10 @@ class KVTally(Flavour):
         return {**params, KEY: {**cast("Params", params[KEY]), **named}}
 
     def trusted(self, params: Params | None, is_known: Callable[[str], bool]) -> Params | None:
-        told = handoff.parse((params or {}).get(KEY))
-        if not told.address or is_known(told.address):
+        own = cast("Params", (params or {}).get(KEY, {}))
+        if "address" not in own or is_known(cast("str", own["address"])):
             return params
-        logger.warning(
-            "prefill names a store at %r that this router does not know; decode is not told of it. Name it in the "
-            "instance's store=ADDRESS.",
-            told.address,
-        )
-        return {**(params or {}), **msgspec.structs.replace(told, address="").params()}
+        return {**(params or {}), KEY: {name: value for name, value in own.items() if name != "address"}}
 
     def alone(self, ticket: str) -> Params | None:
         return {KEY: {"ticket": ticket, "role": "decode"}}
