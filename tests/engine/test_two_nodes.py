@@ -29,6 +29,7 @@ from kvtally.up.host import direct
 from kvtally.wire.stats import PeerStats, StoreStats
 from tests.engine.machines import Namespaces, hosts, leftovers, obstacle
 from tests.engine.store import hoarder
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.engine
 
@@ -68,11 +69,13 @@ def up(
     network: Hosts,
     tiny_model: Callable[[Recipe, int], Model],
     tmp_path_factory: pytest.TempPathFactory,
+    patient: None,
 ) -> Iterator[TwoNodes]:
-    model = tiny_model(shape.recipe, 0)
-    patient = {"receipt_wait": 5_000}  # what a receipt says is tested, not how soon it comes on busy processors
+    # What becomes of a hand-off is tested, not how soon it does on busy processors.
+    patience = {"connector": {"wait_ms": int(HANG_S * 1e3)}, "router": {"receipt_wait": 60_000}}
+    directory = tmp_path_factory.mktemp(name_of(shape))
     ranks = {"tensor_parallel_size": shape.ranks} if shape.ranks > 1 else {}
-    deployment = TwoNodes(model, tmp_path_factory.mktemp(name_of(shape)), network, router=patient, args=ranks)
+    deployment = TwoNodes(tiny_model(shape.recipe, 0), directory, network, args=ranks, **patience)
     try:
         deployment.wait_ready()
         yield deployment

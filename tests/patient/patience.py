@@ -24,5 +24,6 @@ ELSEWHERE: dict[str, dict[str, float]] = {
     "kvtally.core.routing": {"LEAST_SILENCE_S": HANG_S},
     "kvtally.router.fleet": {"MOST_UNANSWERED": 1_000},
     "kvtally.store.connections": {"HELLO_TIMEOUT_S": HANG_S},
+    "kvtally.store.peers": {"ASK_NS": int(HANG_S * 1e9)},
     "kvtally.testing.deployment": {"WAIT_MS": int(HANG_S * 1e3), "RECEIPT_WAIT_MS": 60_000},  # of `kvtally demo`
 }
