@@ -117,8 +117,6 @@ class Leases:
             found_reason,
             span_ns,
         )
-        pulled = self._pulled_for.get(request.ticket, {})
-        lease.staged.update((node, pulled[node]) for _, node, _ in needs if node in pulled)
         if session.is_peer:
             lease.peer_bytes = sum(self._sizes(needs).values())
             self._peer_bytes += lease.peer_bytes
@@ -415,9 +413,11 @@ class Leases:
     def tokens_by_kind(self, lease: Lease) -> dict[TierKind, int]:
         """Tokens of the hit that came from lower tiers, by the kind of tier."""
         tokens = dict.fromkeys(TierKind, 0)
+        pulled = self._pulled_for.get(lease.request.ticket, {})
         for _, node, _ in lease.needs:
-            if node in lease.staged:
-                tokens[self._context.tiers[lease.staged[node] - 1].info.kind] += node.end - node.start
+            tier = lease.staged.get(node) or pulled.get(node)
+            if tier:
+                tokens[self._context.tiers[tier - 1].info.kind] += node.end - node.start
         return tokens
 
     def _remember_pulled(self, lease: Lease, node: Node, tier: int, now_ns: int) -> None:
