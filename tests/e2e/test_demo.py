@@ -157,7 +157,7 @@ def test_the_logs_of_real_servers_that_failed_are_kept(
         proved=False,
     )
 
-    def show(place: Path, console: object) -> list[servers.Row]:
+    def show(place: Path, console: object, nodes: int) -> list[servers.Row]:
         (place / "logs").mkdir()
         (place / "up.log").write_text("decode-0 died")
         (place / "logs" / "decode-0.log").write_text("out of memory")
