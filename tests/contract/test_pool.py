@@ -645,7 +645,7 @@ def test_kept_alive(kit: Kit) -> None:
 def test_condition_and_close(kit: Kit) -> None:
     assert kit.engine.condition().server
     if not isinstance(kit.engine, MemoryEngine):
-        engine = kit.site.engine()
+        engine = kit.site.new_engine()
         engine.get_small([f"{kit.prefix}/nothing"])
         engine.close()
         engine.close()

@@ -41,7 +41,7 @@ class Site:
         self.kind = kind
         self._exits = ExitStack()
         self.server: Any = None
-        self.memory: MemoryEngine | None = None
+        self._shared: Engine | None = None
         credentials = Credentials()
         if kind == "valkey":
             need("glide_sync", "valkey-glide-sync")
@@ -62,12 +62,16 @@ class Site:
             self._exits.callback(self.server.close)
 
     def engine(self) -> Engine:
-        """A new connection to the pool."""
+        """A connection to the pool: a new one where they cost little."""
+        if self.kind == "mooncake" or self.server is None:
+            self._shared = self._shared or self.new_engine()
+            return self._shared
+        return self.new_engine()
+
+    def new_engine(self, **changed: Any) -> Engine:
         if self.server is None:
-            if self.memory is None:
-                self.memory = MemoryEngine(is_charged=self.kind.startswith("charged"))
-            return self.memory
-        engine = open_engine(self.remote, self.credentials)
+            return MemoryEngine(is_charged=self.kind.startswith("charged"))
+        engine = open_engine(self.remote, Credentials(**{**self.credentials._asdict(), **changed}))
         self._exits.callback(engine.close)
         return engine
 
@@ -91,9 +95,9 @@ class Kit:
         self._exits = ExitStack()
 
     def open(self, **settings: Any) -> PoolTier:
-        engine = self.engine if isinstance(self.engine, MemoryEngine) or self.site.kind == "mooncake" else None
-        tier = PoolTier(engine or self.site.engine(), **{"prefix": self.prefix, "seal": self.seal, **settings})
-        if engine is None:
+        engine = settings.pop("engine", None) or self.site.engine()
+        tier = PoolTier(engine, **{"prefix": self.prefix, "seal": self.seal, **settings})
+        if engine is not self.engine:
             self._exits.callback(tier.close)
         return tier
 

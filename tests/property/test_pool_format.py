@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from random import Random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -121,9 +120,3 @@ def test_other_names_are_not_of_a_pool(name: str) -> None:
 def test_every_epoch_has_its_own_names(found: list[Epoch]) -> None:
     namespace, chain = bytes(CHAIN_BYTES), bytes(CHAIN_BYTES)
     assert len({Names("p").under(namespace, epoch).manifest(chain) for epoch in found}) == len(found)
-
-
-@pytest.mark.parametrize("number", [0, 1, (1 << 64) - 1])
-def test_a_later_epoch_is_greater_whatever_its_salt(number: int) -> None:
-    if number:
-        assert Epoch(number, bytes(SALT_BYTES)) > Epoch(number - 1, b"\xff" * SALT_BYTES)

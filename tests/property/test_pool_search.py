@@ -34,7 +34,7 @@ def test_a_prefix_is_found_whole(held: int, count: int) -> None:
 
 @given(st.lists(st.booleans(), max_size=300))
 def test_holes_end_it_somewhere_true(present: list[bool]) -> None:
-    """Whatever is there: the search ends, asks none twice, and has asked everything up to the last that it relies on."""
+    """Whatever is there: the search ends, asks none twice, and has asked for everything before the first hole."""
     rounds = run(present)
     asked = [index for each in rounds for index in each]
     assert len(asked) == len(set(asked))

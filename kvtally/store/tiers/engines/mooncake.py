@@ -220,7 +220,7 @@ class MooncakeEngine:
             raise wrong_length(name, held.size(), wanted_bytes)
         address = held.ptr()
         for view in views:
-            view[:] = (ctypes.c_ubyte * len(view)).from_address(address)
+            view[:] = memoryview((ctypes.c_ubyte * len(view)).from_address(address)).cast("B")
             address += len(view)
 
     def _check_got(self, store: Any, name: str, code: int, wanted_bytes: int) -> None:

@@ -39,7 +39,14 @@ from kvtally.store.tiers.engines.base import (
 
 PART_BYTES = 2 * 1024 * 1024
 NAMES_AT_ONCE = 1_000  # in one pipeline of small commands
-_DENIED = ("NOAUTH", "NOPERM", "WRONGPASS", "AuthenticationFailed", "Password authentication failed")
+_DENIED = (
+    "NOAUTH",
+    "NOPERM",
+    "WRONGPASS",
+    "PermissionDenied",
+    "AuthenticationFailed",
+    "Password authentication failed",
+)
 _NOT_WRITABLE = ("MISCONF", "READONLY", "NOREPLICAS")
 
 
@@ -152,8 +159,7 @@ class ValkeyEngine:
                 setattr(self._own, purpose, client)
             yield client
         except (glide.TimeoutError, glide.ConnectionError, glide.ClosingError) as error:
-            setattr(self._own, purpose, None)
-            self._drop(client)
+            self._drop_own()
             raise self._error(str(error)) from error
         except glide.GlideError as error:
             raise self._error(str(error)) from error
@@ -191,12 +197,14 @@ class ValkeyEngine:
         client.close()
         raise glide.ClosingError("the pool is closed")
 
-    def _drop(self, client: Any) -> None:
-        if client is not None:
-            with self._lock:
-                if client not in self._clients:
-                    return
-                self._clients.remove(client)
+    def _drop_own(self) -> None:
+        """Close this thread's connections: what one of them met, the other one will meet, too."""
+        own = [client for client in vars(self._own).values() if client is not None]
+        vars(self._own).clear()
+        with self._lock:
+            mine = [client for client in own if client in self._clients]
+            self._clients = [client for client in self._clients if client not in mine]
+        for client in mine:
             client.close()
 
     def _error(self, said: str) -> TierError | IntegrityError:

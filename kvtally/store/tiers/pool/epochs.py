@@ -1,10 +1,16 @@
 """Epochs: which of a pool's contents still count, as this store knows it.
 
-    heard ──▶ greater than what is known? ─ yes ─▶ known
+    heard ──▶ its number is not lower than what is known? ─ yes ─▶ known
                           └ no: the pool has lost a reset, or never knew of it ─▶ untold, until a writer tells it
 
-Of two epochs the greater one counts, always. So a reset that this store has made or heard of holds for this store,
-even if the pool forgets it; and the pool is told again. Pure but for its lock: time and randomness are arguments.
+Of two epochs the one with the greater number counts. So a reset that this store has made or heard of holds for this
+store, even if the pool forgets it; and the pool is told again. Of two with one number the pool's counts: both began
+empty. But not for a store that has made its own by a reset: what was written in the other one may be from before that,
+so it goes on to the next number. Numbers are seconds since 1970 where that is greater: a store that has never heard of
+the pool's epoch, because the pool has lost it, still makes one that is later than those of stores that have. For that
+the stores' clocks must agree, roughly; nothing else here depends on them.
+
+Pure but for its lock: time and randomness are arguments.
 
 Threading: every call may be made from any thread.
 """
@@ -26,13 +32,17 @@ class _Known(NamedTuple):
 class Epochs:
     """One epoch for each namespace, by its digest."""
 
-    def __init__(self, clock: Callable[[], float], random: Callable[[int], bytes]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], random: Callable[[int], bytes], wall_clock: Callable[[], float]
+    ) -> None:
         self._clock = clock
+        self._wall_clock = wall_clock
         self._random = random
         self._lock = threading.Lock()
         self._known: dict[bytes, _Known] = {}
         self._untold: set[bytes] = set()  # the pool says a lower epoch of these, or none
-        self._resetting: set[bytes] = set()  # reset here, and the pool was not told yet: what it says is from before
+        self._reset: set[bytes] = set()  # those whose epoch was made by a reset here
+        self._resetting: set[bytes] = set()  # of them, those of which the pool knows nothing yet
 
     def get(self, digest: bytes) -> Epoch | None:
         known = self._known.get(digest)
@@ -47,15 +57,20 @@ class Epochs:
         """The pool said this; None: it says nothing of the namespace."""
         with self._lock:
             known = self._known.get(digest)
-            if said is not None and (known is None or said >= known.epoch):
-                if digest in self._resetting:
-                    self._raise(digest, said.number)
-                else:
-                    self._known[digest] = _Known(said, self._clock())
-                    self._untold.discard(digest)
-            elif known is not None:
-                self._known[digest] = _Known(known.epoch, self._clock())
+            epoch = known.epoch if known is not None else None
+            if epoch is None and said is None:
+                return
+            if epoch is not None and (said is None or said.number < epoch.number):
+                self._known[digest] = _Known(epoch, self._clock())
                 self._untold.add(digest)
+            elif said is not None and digest in self._reset and said != epoch and self._must_pass(digest, said):
+                self._raise(digest, said.number)
+                self._untold.add(digest)
+            elif said is not None:
+                self._known[digest] = _Known(said, self._clock())
+                self._untold.discard(digest)
+                if said != epoch:
+                    self._reset.discard(digest)
 
     def begin(self, digest: bytes) -> Epoch:
         """The epoch to write in: a new one if none is known."""
@@ -68,6 +83,7 @@ class Epochs:
     def reset(self, digest: bytes) -> None:
         """Nothing from before counts any more."""
         with self._lock:
+            self._reset.add(digest)
             self._resetting.add(digest)
             self._untold.add(digest)
             self._raise(digest)
@@ -85,7 +101,14 @@ class Epochs:
                 self._untold.discard(digest)
                 self._resetting.discard(digest)
 
+    def _must_pass(self, digest: bytes, said: Epoch) -> bool:
+        """Whether what was written in this epoch may be from before a reset of ours: it is one of the same number, or
+        the pool did not know of the reset yet."""
+        known = self._known[digest].epoch
+        return digest in self._resetting or said.number == known.number
+
     def _raise(self, digest: bytes, at_least: int = 0) -> None:
         known = self._known.get(digest)
-        number = max(at_least, known.epoch.number if known is not None else 0) + 1
+        last = max(at_least, known.epoch.number if known is not None else 0)
+        number = max(last + 1, int(self._wall_clock()))
         self._known[digest] = _Known(Epoch(number, self._random(SALT_BYTES)), self._clock())

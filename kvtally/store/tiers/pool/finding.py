@@ -40,6 +40,8 @@ def find(ledger: Ledger, namespace: Namespace, boundaries: Sequence[Boundary]) -
 def _ask_all(ledger: Ledger, namespace: Namespace, names: EpochNames, boundaries: Sequence[Boundary]) -> Holdings:
     wanted = [name for b in boundaries for name in (names.manifest(b.chain), names.tails(b.chain))]
     held = ledger.ask(namespace.digest, wanted)
+    gone = [boundary.chain for boundary, manifest in zip(boundaries, held[::2], strict=True) if manifest is None]
+    ledger.unremember(names, gone)  # writers must not think that it is there
     return [
         _holding(ledger, namespace, names, boundary, manifest, tails)
         for boundary, manifest, tails in zip(boundaries, held[::2], held[1::2], strict=True)

@@ -42,8 +42,8 @@ _EPOCH = struct.Struct(f"<BQ{SALT_BYTES}s")  # version, number, salt
 
 
 class Epoch(NamedTuple):
-    """What was written in an earlier epoch does not exist any more. Of two epochs the greater one counts: a pool that
-    has lost a reset (a failover, an eviction) is told again by whoever knows of it."""
+    """What was written in an earlier epoch does not exist any more. The greatest number counts: a pool that has lost a
+    reset (by a failover, by an eviction) is told again by whoever knows of it."""
 
     number: int
     salt: bytes  # random: a pool that was emptied and begins again at 1 must not find what an old store still writes

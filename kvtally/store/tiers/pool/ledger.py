@@ -53,12 +53,18 @@ class Recent:
 
 class Ledger:
     def __init__(
-        self, engine: Engine, names: Names, *, clock: Callable[[], float], random: Callable[[int], bytes]
+        self,
+        engine: Engine,
+        names: Names,
+        *,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        random: Callable[[int], bytes],
     ) -> None:
         self.engine = engine
         self.names = names
         self.clock = clock
-        self.epochs = Epochs(clock, random)
+        self.epochs = Epochs(clock, random, wall_clock)
         self._lock = threading.Lock()  # guards what follows
         self._counts: Counter[str] = Counter()
         self._recent = Recent(MOST_REMEMBERED)

@@ -53,6 +53,7 @@ class PoolTier:
         seal: Seal | None = None,
         write_bytes_s: int = 0,  # 0: no limit
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         sleep: Callable[[float], object] = time.sleep,
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
@@ -65,7 +66,7 @@ class PoolTier:
         self._engine = engine
         if seal is not None:
             self._engine = SealedEngine(engine, seal, plain=names.epochs, damaged=self._did_not_open)
-        self._ledger = Ledger(self._engine, names, clock=clock, random=random)
+        self._ledger = Ledger(self._engine, names, clock=clock, wall_clock=wall_clock, random=random)
         refresh_s = (ttl_s or DEFAULT_TTL_S) / 4
         self._upkeep = Upkeep(self._ledger, ttl_s=ttl_s, keep_every_s=refresh_s)
         self._writing = Writing(
