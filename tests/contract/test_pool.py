@@ -28,6 +28,7 @@ from tests.pool.kit import (
     held,
     load,
     namespace_of,
+    patient,
     prompt,
     save,
     sealing,
@@ -42,6 +43,11 @@ NAMESPACE = namespace_of()
 def _sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     yield
     close_sites(tmp_path_factory)
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    patient(monkeypatch)
 
 
 @pytest.fixture(params=KINDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -25,9 +27,14 @@ from kvtally.store.tiers.pool import PoolTier
 from kvtally.store.tiers.pool.seal import Seal
 from kvtally.testing.pool_engine import MemoryEngine
 from tests.pool.servers import ACCESS_KEY, Mooncake, SeaweedFS, Valkey, ValkeyCluster, free_ports, need
+from tests.waiting import HANG_S
 
 CHUNK = 256
 REAL = ("valkey", "valkey cluster", "s3", "mooncake")
+# Mooncake's library reads its timeouts from the environment, once.
+os.environ.setdefault("MC_RPC_TIMEOUT_MS", "10000")
+os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", "10")
+os.environ.setdefault("MC_STORE_TRANSFER_TIMEOUT", "20")
 KINDS = ("memory", "charged memory", "sealed memory", *REAL, "sealed valkey", "sealed mooncake")
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 
@@ -37,7 +44,7 @@ _prefixes = count()
 class Site:
     """One kind of pool that lives as long as the session; each test has a prefix of its own in it."""
 
-    def __init__(self, kind: str, directory: Path) -> None:
+    def __init__(self, kind: str, directory: Path, **options: Any) -> None:
         self.kind = kind
         self._exits = ExitStack()
         self.server: Any = None
@@ -56,7 +63,7 @@ class Site:
             self.server = SeaweedFS(directory)
             credentials = Credentials(ACCESS_KEY, str(self.server.secret_file))
         elif kind == "mooncake":
-            self.server = Mooncake(directory)
+            self.server = Mooncake(directory, **options)
         self.credentials = credentials
         if self.server is not None:
             self._exits.callback(self.server.close)
@@ -139,6 +146,27 @@ def close_sites(tmp_path_factory: pytest.TempPathFactory) -> None:
     sites = _sites(str(tmp_path_factory.getbasetemp()))
     while sites:
         sites.popitem()[1].close()
+
+
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines that are made or connected from now on wait for a server as tests do."""
+    _wait(monkeypatch, HANG_S, ("SMALL_S", "VALUE_S", "PROGRESS_S", "CONNECT_S"))
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The opposite, for a server that will never answer."""
+    _wait(monkeypatch, 0.5, ("SMALL_S", "VALUE_S", "PROGRESS_S", "CONNECT_S"))
+
+
+def _wait(monkeypatch: pytest.MonkeyPatch, seconds: float, constants: Sequence[str]) -> None:
+    for name in ("valkey", "s3"):
+        try:
+            module = importlib.import_module(f"kvtally.store.tiers.engines.{name}")
+        except ImportError:
+            continue
+        for constant in constants:
+            if hasattr(module, constant):
+                monkeypatch.setattr(module, constant, seconds)
 
 
 def sealing(*keys: bytes) -> Seal:

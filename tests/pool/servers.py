@@ -238,10 +238,10 @@ class SeaweedFS:
         server = [weed, "s3", "-ip.bind", LOCALHOST, "-port", str(self.port), "-port.grpc", str(ports[11])]
         server += ["-port.iceberg", "0", "-port.lance", "0"]  # their usual ports may be taken
         server += ["-filer", f"{LOCALHOST}:{ports[8]}.{ports[9]}", "-config", str(keys)]
-        gateway = self._start(server, directory / "s3.log")
+        self.gateway = self._start(server, directory / "s3.log")
         self.secret_file = directory / "secret"
         self.secret_file.write_text(SECRET_KEY)
-        gateway.wait_for(self._takes_objects, "S3 did not start", HANG_S, every_s=0.2)
+        self.gateway.wait_for(self._takes_objects, "S3 did not start", HANG_S, every_s=0.2)
 
     @property
     def endpoint(self) -> str:

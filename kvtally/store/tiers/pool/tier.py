@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvtally.core.keys import ObjectKey
 from kvtally.core.namespace import Namespace
-from kvtally.errors import ConfigError, IntegrityError, TierError
+from kvtally.errors import IntegrityError, TierError
 from kvtally.store.tiers.base import Boundary, Holding, ObjectRecord
-from kvtally.store.tiers.engines.base import DeniedError, Engine, length_of, wrong_length
+from kvtally.store.tiers.engines.base import Engine, length_of, wrong_length
 from kvtally.store.tiers.pool import finding
 from kvtally.store.tiers.pool.format import DEFAULT_PREFIX, Names
 from kvtally.store.tiers.pool.ledger import Ledger
@@ -173,15 +173,3 @@ class PoolTier:
 
     def _did_not_open(self, name: str, is_foreign: bool) -> None:
         self._ledger.count("foreign" if is_foreign else "damaged")
-
-
-def contact_at_start(tier: PoolTier) -> TierError | None:
-    """Contact a pool when a store starts. What only an operator can cure is refused (ConfigError, IncompatibleError). A
-    pool that cannot be reached does not keep a store from starting: the error is returned, to be logged."""
-    try:
-        tier.contact()
-    except DeniedError as error:
-        raise ConfigError(error.message, remedy=error.remedy) from error
-    except TierError as error:
-        return error
-    return None
