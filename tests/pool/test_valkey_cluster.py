@@ -47,8 +47,8 @@ def number(value: object) -> int:
 
 
 def test_a_killed_primary(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While nobody serves its slots, and after its replica has taken over: no wrong byte. In the end everything that was
-    replicated is there, and more can be saved."""
+    """While nobody serves its slots, and after its replica has taken over: no wrong byte. In the end everything that
+    was replicated is there, and more can be saved."""
     cluster: ValkeyCluster = kit.site.server
     prompts = [prompt(NAMESPACE, index, 6) for index in range(1, 7)]
     tier = kit.open()
@@ -100,7 +100,7 @@ def test_a_stopped_primary_costs_a_deadline(kit: Kit, monkeypatch: pytest.Monkey
     eventually(found, "it was connected")
     for node in cluster.nodes:  # all of them: no replica takes over
         node.stop()
-    assert code_of(lambda: tier.find(NAMESPACE, saved.boundaries)) == "KV-600"
+    assert code_of(lambda: tier.ask(NAMESPACE, saved.boundaries)) == "KV-600"
     for node in cluster.nodes:
         node.go_on()
     eventually(lambda: all(node.answers() and cluster.is_whole(node) for node in cluster.nodes), "it is whole again")

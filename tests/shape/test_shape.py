@@ -20,10 +20,11 @@ EVERYBODY_MAY_IMPORT = ("errors", "__version__")
 # What is pure may import: values only. Time, randomness, files, sockets, threads and logs are the shell's.
 VALUES = {
     *("kvtally.errors", "blake3", "msgspec", "numpy", "xxhash"),
-    *("__future__", "abc", "array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq"),
-    *("itertools", "math", "operator", "struct", "sys", "typing"),
+    *("__future__", "abc", "array", "base64", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib"),
+    *("heapq", "itertools", "math", "operator", "struct", "sys", "typing"),
 }
 PURE = ("kvtally.core", "kvtally.wire")
+PURE_IN_TIERS = ("kvtally.store.tiers.pool.format", "kvtally.store.tiers.pool.search")
 # Run in the engine's own threads, and have none.
 WITHOUT_THREADS = ("kvtally.client", "kvtally.shm")
 THREADS = ("asyncio", "concurrent", "multiprocessing", "queue", "threading", "uvloop")
@@ -120,7 +121,7 @@ def import_direction(module: str, tree: ast.Module) -> Iterator[str]:
 def pure_parts(module: str, tree: ast.Module) -> Iterator[str]:
     decide = {f"kvtally.store.{name}" for name in deciders()[0]}
     allowed = {*VALUES, *PURE}
-    if module in decide or module == "kvtally.store.tiers.base":
+    if module in decide or module == "kvtally.store.tiers.base" or module in PURE_IN_TIERS:
         allowed |= {*decide, "kvtally.store.tiers.base"}
     elif not within(module, PURE):
         return
@@ -200,6 +201,7 @@ RULES: dict[Rule, list[tuple[str, str]]] = {
         ("kvtally.store.leases", "import logging"),
         ("kvtally.store.store", "from kvtally.store.mover import Mover"),
         ("kvtally.store.tiers.base", "import os"),
+        ("kvtally.store.tiers.pool.format", "from kvtally.store.tiers.engines.base import Engine"),
     ],
     no_threads: [("kvtally.client.link", "import threading"), ("kvtally.client", "from concurrent import futures")],
     only_the_connector_knows_vllm: [

@@ -1,6 +1,6 @@
 """The pool tier: an engine that several stores share (Valkey, S3, Mooncake), and the order that makes sharing safe.
 
-    write   the value, then the manifest that names it      find     one question for a whole prompt
+    write   the value, then the manifest that names it      ask      one question for a whole prompt
     read    the value that a manifest has named             keep     the path of a hit lives on
                                                             forget   a new epoch: all names change
 
@@ -39,8 +39,8 @@ DEFAULT_TTL_S = 24 * 3600
 
 
 class PoolTier:
-    """A `Tier` over an engine. `ttl_s` is how long things live in it that nobody uses, where the engine can do that;
-    0: until it evicts them."""
+    """A `SharedTier` over an engine. `ttl_s` is how long things live in it that nobody uses, where the engine can do
+    that; 0: until it evicts them."""
 
     capacity_bytes = None  # the engine bounds itself
 
@@ -105,11 +105,36 @@ class PoolTier:
                 self._upkeep.note(record, is_bad=False)
             raise
 
-    def find(self, namespace: Namespace, boundaries: Sequence[Boundary]) -> list[Holding | None]:
+    def ask(self, namespace: Namespace, boundaries: Sequence[Boundary]) -> list[Holding | None]:
         """What is held at each boundary. One with the root's chain stands for the beginning of every prompt: it has
         tails and no objects."""
         self._prepare(namespace)
         return finding.find(self._ledger, namespace, boundaries) if boundaries else []
+
+    def find(self, keys: Sequence[ObjectKey]) -> list[ObjectRecord | None]:
+        """What the manifests say of these objects, in namespaces that this store has used."""
+        return [self._find(key) for key in keys]
+
+    def _find(self, key: ObjectKey) -> ObjectRecord | None:
+        namespace, names = self._namespaces.get(key.namespace), self._ledger.names_of(key.namespace)
+        if namespace is None or names is None:
+            return None
+        manifest = self._ledger.manifests(namespace, names, [key.chain])[key.chain]
+        checksum = manifest.rows.get(key.group * namespace.ranks + key.rank) if manifest is not None else None
+        if manifest is None or checksum is None:
+            return None
+        chain, parent, start, end = manifest.boundary
+        return ObjectRecord(
+            namespace=namespace,
+            chain=chain,
+            parent=parent,
+            start_tokens=start,
+            end_tokens=end,
+            group=key.group,
+            rank=key.rank,
+            length_bytes=namespace.object_bytes(key.group, key.rank, end - start),
+            checksum=checksum,
+        )
 
     def remove(self, keys: Sequence[ObjectKey]) -> None:
         """Take out whatever the manifests name under these keys."""
