@@ -12,6 +12,8 @@ USE_DEPS = import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib")
 KEY := $(shell { cat pyproject.toml scripts/install-engine scripts/install-nixl; $(PYTHON) -c 'import sys; print(sys.version, sys.base_prefix)'; } | sha256sum | cut -c1-16)
 STAMP := $(VENV)/.stamp-$(KEY)
 ENGINE_STAMP := $(VENV)/.stamp-engine-$(KEY)
+POOL := .venv-pool
+POOL_STAMP := $(POOL)/.stamp-$(KEY)
 
 PYTEST := $(BIN)/python -m pytest -q
 LONG := $(PYTEST) -o faulthandler_timeout=1800 --durations=12
@@ -21,7 +23,7 @@ TESTS ?=
 ROUNDS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check .unit .rest test .slow .engine stress conformance demo bench clean key
+.PHONY: help setup check .unit .rest test .slow .engine pool stress conformance demo bench clean key
 
 help: ## print this
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -64,6 +66,17 @@ test: check setup ## check, then the slow tests and those in real vLLM engines
 .engine:
 	$(LONG) -m engine
 
+# Real servers and their libraries are in an environment of their own, so that nothing else comes to need them.
+$(POOL_STAMP): $(STAMP)
+	rm -rf $(POOL)
+	$(PYTHON) -m venv $(POOL)
+	$(if $(DEPS),$(POOL)/bin/python -c '$(USE_DEPS)')
+	$(POOL)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,valkey,s3,seal,pool-servers]'
+	touch $@
+
+pool: $(POOL_STAMP) ## only the pool, on real servers: Valkey alone and as a cluster, S3, Mooncake
+	$(POOL)/bin/python -m pytest -q --durations=12 tests/pool tests/contract/test_pool.py tests/unit/test_pool.py
+
 stress: setup ## run the tests in rounds beside busy loops on every core: make stress TESTS=tests/chaos ROUNDS=5
 	$(BIN)/python scripts/stress.py --rounds $(ROUNDS) $(TESTS)
 
@@ -77,7 +90,7 @@ bench: $(STAMP) ## measure the store against this machine's own limits
 	$(BIN)/kvtally bench store
 
 clean: ## remove the environment, caches and builds
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(POOL) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 key: # what names a cached set of dependencies

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 import kvtally
-from kvtally.cli import doctor, inspect, route, settings, store, up, verify
+from kvtally.cli import doctor, inspect, pool, route, settings, store, up, verify
 from kvtally.cli.terminal import columns, wrapped
 from kvtally.errors import Disposition, KVTallyError
 
@@ -31,6 +31,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = typer.Typer(help="Show the settings that are in force.", no_args_is_help=True, rich_markup_mode=None)
+pool_app = typer.Typer(
+    help="The pool that several stores share: is it fit, what does it hold, how to make it forget.\n\n"
+    "URL is the pool's address, as in store.remote; without one, the settings name it. See docs/pool.md.",
+    epilog="Example: kvtally pool check valkey://10.0.0.9:6379 --password-file /etc/kvtally/pool-password",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 bench_app = typer.Typer(
     help="Measure each part on this machine, beside a limit or a peer of the same run.\n\n"
     "`store`, `peers` and `route` need nothing but kvtally; begin with `store --quick`. `repeat` and `prefetch` need "
@@ -156,7 +163,11 @@ app.command(epilog="Example: kvtally receipts --last 5 · or, for one request: k
 )
 app.command(epilog="Example: kvtally reset --namespace 9c1f…")(inspect.reset)
 app.add_typer(config_app, name="config")
+app.add_typer(pool_app, name="pool")
 app.add_typer(bench_app, name="bench", short_help="Measure each part on this machine.")
+pool_app.command(epilog="Example: kvtally pool check s3://kv-cache/prod --json")(pool.check)
+pool_app.command(epilog="Example: kvtally pool stat valkey://10.0.0.9:6379")(pool.stat)
+pool_app.command(epilog="Example: kvtally pool forget valkey://10.0.0.9:6379 --namespace 9c1f03")(pool.forget)
 config_app.command("show", epilog="Example: KVTALLY_STORE__MEMORY=8GiB kvtally config show")(settings.show)
 
 

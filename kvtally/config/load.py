@@ -19,6 +19,7 @@ import msgspec
 from kvtally.config.directories import runtime_directory, state_directory
 from kvtally.config.instances import Instance
 from kvtally.config.peers import is_wildcard
+from kvtally.config.remote import Remote, parse_remote
 from kvtally.config.setting import HIDDEN, SMALLEST_BYTES, Given, Origin, type_name, unknown, unusable, wrong
 from kvtally.config.sizes import available_memory_bytes, disk_total_bytes, disk_usable_bytes
 from kvtally.config.table import FLAVOURS, SECTIONS, SETTINGS, SHORTEST_TOKEN
@@ -59,6 +60,11 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     bulk_tls: bool = _default("store.bulk_tls")
     peers_ca: str = ""
     transport: str = _default("store.transport")
+    remote: str = ""
+    remote_user: str = ""
+    remote_password_file: str = ""
+    remote_key_file: str = ""
+    remote_write_bytes_s: int = _default("store.remote_write_limit")  # 0: no limit
     admin: str = ""
 
     def __post_init__(self) -> None:
@@ -70,6 +76,15 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __repr__(self) -> str:
         shown = {**msgspec.structs.asdict(self), "token": HIDDEN if self.token else ""}
         return f"StoreConfig({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+class PoolConfig(NamedTuple):
+    """A pool, for whoever uses it."""
+
+    remote: Remote
+    user: str
+    password_file: str
+    key_file: str
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -174,7 +189,19 @@ class Settings:
             **self._values("store", besides=("socket", "memory", "disk", "disk_size", "token", "token_file")),
         )
         check_network(config)
+        self.pool()
         return config
+
+    def pool(self) -> PoolConfig | None:
+        """Where the pool is, and who this store is to it; None if there is none."""
+        remote: str = self._read("store.remote")
+        values = {name: self._read(f"store.remote_{name}") for name in ("user", "password_file", "key_file")}
+        if remote:
+            return PoolConfig(remote=parse_remote(remote), **values)
+        for name in (*values, "write_limit"):
+            if given := self._given.get(f"store.remote_{name}"):
+                raise wrong(f"{given} is given without store.remote", "Name the pool: --remote URL.")
+        return None
 
     def connector(self) -> ConnectorConfig:
         store = self._read("connector.store") or self.socket()

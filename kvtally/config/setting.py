@@ -20,6 +20,7 @@ import msgspec
 
 from kvtally.config.instances import parse_instance
 from kvtally.config.peers import parse_peer
+from kvtally.config.remote import parse_remote
 from kvtally.config.units import human_size, is_loopback, parse_size, split_address
 from kvtally.errors import ConfigError
 from kvtally.wire.limits import MIB
@@ -281,6 +282,18 @@ class Peers(Several, frozen=True, kw_only=True):
                 "Name hosts or networks, without ports, for example 10.0.0.0/24 or node-b.",
             ) from error
         return tuple(words)
+
+
+class RemoteUrl(Kind, frozen=True, kw_only=True):
+    """The address of a pool, as it was written. It never holds a secret: see `remote`."""
+
+    metavar: str = "URL"
+
+    def read(self, given: Given, *, is_for_here: bool) -> Any:
+        text = given.text()
+        if text:
+            parse_remote(text, f"{given.setting.key} (from {given.where})")
+        return text
 
 
 class Instances(Several, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from kvtally.config.setting import (
     Number,
     PathOf,
     Peers,
+    RemoteUrl,
     Setting,
     Size,
     SocketPath,
@@ -152,6 +153,43 @@ SETTINGS: dict[str, Setting] = {
             "kvtally[nixl]). With nixl-tcp, NIXL may do without RDMA, which is slower than tcp.",
             kind=Choice(metavar="NAME", default="tcp", among=("tcp", "nixl", "nixl-tcp")),
             example="nixl",
+        ),
+        Setting(
+            name="remote",
+            description="Pool that several stores share: valkey://, redis://, valkeys:// and rediss:// (TLS), s3://, "
+            "gs://, az:// or mooncake://. See docs/pool.md.",
+            kind=RemoteUrl(),
+            default="no pool",
+            example="valkey://10.0.0.9:6379",
+        ),
+        Setting(
+            name="remote_user",
+            description="User of the pool (Valkey's ACL), or its access key (S3).",
+            kind=Text(metavar="NAME"),
+            default="none; S3 uses the environment or the machine's role",
+            example="kvtally",
+        ),
+        Setting(
+            name="remote_password_file",
+            description="File with the pool's password or secret key. It is read again for new connections.",
+            kind=PathOf(must_be_readable=True),
+            example="/etc/kvtally/pool-password",
+        ),
+        Setting(
+            name="remote_key_file",
+            description="File with one or two keys, each 64 hexadecimal digits on a line, that only its owner can "
+            "read. Everything in the pool is then encrypted and authenticated: the first key seals, both open.",
+            kind=PathOf(must_be_readable=True),
+            default="no encryption",
+            example="/etc/kvtally/pool-key",
+        ),
+        Setting(
+            name="remote_write_limit",
+            field="remote_write_bytes_s",
+            description="Most bytes per second that this store writes to the pool.",
+            kind=Size(least_bytes=64 * KIB),
+            default="no limit",
+            example="500MB",
         ),
         Setting(
             name="admin",

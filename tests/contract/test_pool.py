@@ -111,7 +111,7 @@ def test_source_and_target_may_be_cut_differently(kit: Kit) -> None:
     for cuts in ([], [MIB], [2 * MIB - 1, 2 * MIB + 1], [5, 6, 7, 4 * MIB]):
         target = pieces(bytes(length), cuts)
         landed: list[bytes] = []
-        tier.read(record, target, lambda part, landed=landed: landed.append(bytes(part)))  # type: ignore[misc]
+        tier.read(record, target, lambda part, landed=landed: landed.append(bytes(part)))
         assert b"".join(target) == data
         assert b"".join(landed) == data  # each part once, in order, when it was filled
 
@@ -241,7 +241,7 @@ def test_orphans_are_dropped(kit: Kit) -> None:
     tier = kit.open()
     save(tier, saved, indexes=[0])
     for index in (3, 2):
-        assert code_of(lambda index=index: save(tier, saved, indexes=[index])) == "KV-606"  # type: ignore[misc]
+        assert code_of(lambda index=index: save(tier, saved, indexes=[index])) == "KV-606"
     assert tier.counts()["orphans"] == 2
     assert len(kit.names("/v/")) == 1
     save(tier, saved, indexes=[1, 2])  # and once the gap is filled, they are taken
@@ -269,7 +269,7 @@ def test_several_threads_write_one_prompt(kit: Kit) -> None:
 
     def write_one(record: object, data: bytes) -> None:
         try:
-            tier.write(record, [memoryview(data)])  # type: ignore[arg-type]
+            tier.write(record, [memoryview(data)])
         except KVTallyError as error:
             failed.append(error)
 
@@ -375,7 +375,7 @@ def test_after_a_reset_nothing_is_found(kit: Kit) -> None:
     save(first, other)
     found = second.ask(NAMESPACE, saved.boundaries)
     assert load(second, saved, found).missed == []
-    first.forget(NAMESPACE)
+    first.forget(NAMESPACE.digest)
     # A store that asks sees it, at the latest when what it knew of the epoch is old.
     fresh = kit.open()
     for tier in (first, fresh):
@@ -393,7 +393,7 @@ def test_another_store_hears_of_a_reset(kit: Kit) -> None:
     first, second = kit.open(), kit.open(clock=lambda: now[0])
     save(first, saved)
     assert held(second, saved) == 2
-    first.forget(NAMESPACE)
+    first.forget(NAMESPACE.digest)
     now[0] += 5.0
     assert held(second, saved) == 0
     save(second, saved, variant=1)
@@ -407,7 +407,7 @@ def test_a_pool_that_has_lost_a_reset_is_told_again(kit: Kit) -> None:
     save(tier, saved)
     (epoch,) = kit.names("/e/")
     before = kit.get(epoch)
-    tier.forget(NAMESPACE)
+    tier.forget(NAMESPACE.digest)
     kit.put(epoch, before)
     assert held(kit.open(), saved) == 2  # who does not know better believes the pool
     tier.ask(NAMESPACE, saved.boundaries)
@@ -421,7 +421,7 @@ def test_an_epoch_that_is_lost_brings_nothing_back(kit: Kit) -> None:
     saved = prompt(NAMESPACE, 1, 2)
     save(kit.open(), saved)
     tier = kit.open()
-    tier.forget(NAMESPACE)
+    tier.forget(NAMESPACE.digest)
     save(tier, saved, variant=1)
     kit.engine.remove([Stored(name) for name in kit.names("/e/")])
     fresh = kit.open()
@@ -487,7 +487,7 @@ def test_200_things_from_before_a_reset_are_200_misses(kit: Kit) -> None:
     tier = kit.open()
     save(tier, saved)
     before = {name: kit.get(name) for name in kit.names() if "/m/" in name or "/v/" in name}
-    tier.forget(saved.namespace)
+    tier.forget(saved.namespace.digest)
     save(tier, saved, indexes=[])
     save(tier, prompt(saved.namespace, 2, 1))
     current = {parsed.epoch for name in kit.names("/m/") if (parsed := parse(kit.prefix, name))}
@@ -502,7 +502,7 @@ def test_200_things_from_before_a_reset_are_200_misses(kit: Kit) -> None:
     assert fresh.counts()["damaged"] == 100
     if kit.seal is not None:  # and the values would not open either, had a manifest named them
         codes = [
-            code_of(lambda record=record: fresh.read(record, [memoryview(bytearray(600))], lambda _: None))  # type: ignore[misc]
+            code_of(lambda record=record: fresh.read(record, [memoryview(bytearray(600))], lambda _: None))
             for index in range(100)
             for record, _ in saved.records(index)
         ]

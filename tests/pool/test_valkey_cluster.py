@@ -129,7 +129,7 @@ def test_moved_slots(kit: Kit) -> None:
 
 def move(cluster: ValkeyCluster, giver: Valkey, taker: Valkey, slot: int) -> None:
     """Give a slot with its keys to another primary, as an operator's tool does."""
-    giver_id, taker_id = (bytes(node("CLUSTER", "MYID")) for node in (giver, taker))  # type: ignore[call-overload]
+    giver_id, taker_id = (bytes(node("CLUSTER", "MYID")) for node in (giver, taker))
     taker("CLUSTER", "SETSLOT", slot, "IMPORTING", giver_id)
     giver("CLUSTER", "SETSLOT", slot, "MIGRATING", taker_id)
     keys = giver("CLUSTER", "GETKEYSINSLOT", slot, 1000)

@@ -62,11 +62,11 @@ class PoolTier:
         self.writers = engine.writers
         self._bare = engine
         self._seal = seal
-        names = Names(prefix)
-        self._engine = engine
+        self.names = Names(prefix)
+        self.engine = engine  # through it, everything is sealed
         if seal is not None:
-            self._engine = SealedEngine(engine, seal, plain=names.epochs, damaged=self._did_not_open)
-        self._ledger = Ledger(self._engine, names, clock=clock, wall_clock=wall_clock, random=random)
+            self.engine = SealedEngine(engine, seal, plain=self.names.epochs, damaged=self._did_not_open)
+        self._ledger = Ledger(self.engine, self.names, clock=clock, wall_clock=wall_clock, random=random)
         refresh_s = (ttl_s or DEFAULT_TTL_S) / 4
         self._upkeep = Upkeep(self._ledger, ttl_s=ttl_s, keep_every_s=refresh_s)
         self._writing = Writing(
@@ -94,7 +94,7 @@ class PoolTier:
         if names is None:
             raise TierError("the pool was never asked about this object", remedy="It is computed.", code="KV-603")
         try:
-            self._engine.get_into(names.value_of(record), target, landed)
+            self.engine.get_into(names.value_of(record), target, landed)
         except ForeignKeyError:  # it may be right for those who have that key
             raise
         except IntegrityError:
@@ -145,29 +145,29 @@ class PoolTier:
                 bit = key.group * namespace.ranks + key.rank
                 wanted.setdefault(key.namespace, {}).setdefault(key.chain, {})[bit] = None
         for digest, rows in wanted.items():
-            self._engine.remove(self._upkeep.strike(self._namespaces[digest], rows))
+            self.engine.remove(self._upkeep.strike(self._namespaces[digest], rows))
 
     def close(self) -> None:
-        self._engine.close()
+        self.engine.close()
 
     # ---- beyond the contract
 
     def contact(self) -> None:
         """See that the pool is one of this format, with this key, and may be written. Raises IncompatibleError and
         ConfigError, which waiting does not cure, and TierError if it cannot be reached. The first use does it too."""
-        names = self._ledger.names
+        names = self.names
         (held,) = self._bare.get_small([names.format])
         if held is not None:
             check_marker(names, self._seal, held)
         self._bare.put_small({names.format: marker(names, self._seal)}, 0)  # also shows that it may be written
         self._is_checked = True
 
-    def forget(self, namespace: Namespace) -> None:
-        """Begin a new epoch. This store finds nothing of the old one from now on, even if this raises: then others may
-        not have been told, and a restart could bring it back."""
-        self._ledger.epochs.reset(namespace.digest)
-        self._prepare(namespace)
-        self._ledger.tell_epoch(namespace.digest)
+    def forget(self, digest: bytes) -> None:
+        """Begin a new epoch of a namespace. This store finds nothing of the old one from now on, even if this raises:
+        then others may not have been told, and a restart could bring it back."""
+        self._ledger.epochs.reset(digest)
+        self._contact_once()
+        self._ledger.tell_epoch(digest)
 
     def keep(self, namespace: Namespace, boundaries: Sequence[Boundary]) -> None:
         """These are the boundaries of a hit, wherever it came from: let them live on, no more often than in a quarter
@@ -189,12 +189,15 @@ class PoolTier:
 
     def register(self, memory: memoryview) -> None:
         """Tell the engine where the arena is, before anything is read or written."""
-        self._engine.register(memory)
+        self.engine.register(memory)
 
     def _prepare(self, namespace: Namespace) -> None:
+        self._contact_once()
+        self._namespaces.setdefault(namespace.digest, namespace)
+
+    def _contact_once(self) -> None:
         if not self._is_checked:
             self.contact()
-        self._namespaces.setdefault(namespace.digest, namespace)
 
     def _did_not_open(self, name: str, is_foreign: bool) -> None:
         self._ledger.count("foreign" if is_foreign else "damaged")
