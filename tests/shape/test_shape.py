@@ -20,7 +20,7 @@ EVERYBODY_MAY_IMPORT = ("errors", "__version__")
 # What is pure may import: values only. Time, randomness, files, sockets, threads and logs are the shell's.
 VALUES = {
     *("kvtally.errors", "blake3", "msgspec", "numpy", "xxhash"),
-    *("__future__", "abc", "array", "base64", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib"),
+    *("__future__", "abc", "array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib"),
     *("heapq", "itertools", "math", "operator", "struct", "sys", "typing"),
 }
 PURE = ("kvtally.core", "kvtally.wire")

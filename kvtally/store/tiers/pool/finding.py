@@ -38,14 +38,16 @@ def find(ledger: Ledger, namespace: Namespace, boundaries: Sequence[Boundary]) -
 
 
 def _ask_all(ledger: Ledger, namespace: Namespace, names: EpochNames, boundaries: Sequence[Boundary]) -> Holdings:
-    wanted = [name for b in boundaries for name in (names.manifest(b.chain), names.tails(b.chain))]
+    count = len(boundaries)
+    wanted = [names.manifest(b.chain) for b in boundaries] + [names.tails(b.chain) for b in boundaries]
     held = ledger.ask(namespace.digest, wanted)
-    gone = [boundary.chain for boundary, manifest in zip(boundaries, held[::2], strict=True) if manifest is None]
-    ledger.unremember(names, gone)  # writers must not think that it is there
-    return [
-        _holding(ledger, namespace, names, boundary, manifest, tails)
-        for boundary, manifest, tails in zip(boundaries, held[::2], held[1::2], strict=True)
-    ]
+    found: Holdings = []
+    for index, boundary in enumerate(boundaries):
+        rows = _rows(ledger, namespace, wanted[index], boundary, held[index])
+        found.append(_of(rows, ledger.tails(wanted[count + index], held[count + index])))
+    # Writers must not think that it is there.
+    ledger.unremember([name for name, data in zip(wanted[:count], held, strict=False) if data is None])
+    return found
 
 
 def _search(ledger: Ledger, namespace: Namespace, names: EpochNames, boundaries: Sequence[Boundary]) -> Holdings:
@@ -61,9 +63,9 @@ def _search(ledger: Ledger, namespace: Namespace, names: EpochNames, boundaries:
         if ledger.names_of(digest) != names:
             return holdings  # the caller asks again
         is_fresh = True
-        for index, manifest in zip(indexes, held, strict=True):
-            boundary = boundaries[first + index]
-            holdings[first + index] = _holding(ledger, namespace, names, boundary, manifest, None)
+        for index, name, manifest in zip(indexes, wanted, held, strict=True):
+            rows = _rows(ledger, namespace, name, boundaries[first + index], manifest)
+            holdings[first + index] = _of(rows, ())
         indexes = _next_round(rounds, [holdings[first + index] is not None for index in indexes])
     last = max((index for index, holding in enumerate(holdings) if holding is not None), default=first - 1)
     if last >= 0:
@@ -82,20 +84,17 @@ def _next_round(rounds: Rounds, answers: list[bool] | None) -> list[int] | None:
         return None
 
 
-def _holding(
-    ledger: Ledger,
-    namespace: Namespace,
-    names: EpochNames,
-    boundary: Boundary,
-    manifest: bytes | None,
-    tails: bytes | None,
-) -> Holding | None:
-    found = ledger.manifest(namespace, names, boundary.chain, manifest)
-    if found is not None and found.boundary != boundary:
+def _rows(
+    ledger: Ledger, namespace: Namespace, name: str, boundary: Boundary, data: bytes | None
+) -> tuple[tuple[int, int], ...]:
+    """What a manifest says of a boundary, if it speaks of that one."""
+    manifest = ledger.manifest(namespace, name, boundary.chain, data)
+    if manifest is None:
+        return ()
+    if manifest.boundary != boundary:
         ledger.count("damaged")
-        found = None
-    rows = tuple(sorted(found.rows.items())) if found is not None else ()
-    return _of(rows, ledger.tails(names.tails(boundary.chain), tails))
+        return ()
+    return tuple(sorted(manifest.rows.items()))
 
 
 def _of(rows: tuple[tuple[int, int], ...], tails: tuple[int, ...]) -> Holding | None:

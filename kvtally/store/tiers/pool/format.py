@@ -7,6 +7,8 @@
     PREFIX/NAMESPACE.EPOCH/t/CHAIN         the lengths of the last tails beneath a boundary
     PREFIX/NAMESPACE.EPOCH/v/CHAIN.G.R.C   the bytes of an object: group, rank, checksum
 
+Digests and chain values are hexadecimal in names: S3 and Mooncake want printable ones.
+
 The checksum is part of a value's name, because two engines that compute the same KV rarely get the same bits. So a
 value never changes, a manifest never means other bytes than it says, and two writers never destroy each other's copies.
 
@@ -18,7 +20,6 @@ signature; `seal` is. Neighbours: `ledger` (left: reads and writes them), `engin
 from __future__ import annotations
 
 import struct
-from base64 import b32decode, b32encode
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ class Epoch(NamedTuple):
     salt: bytes  # random: a pool that was emptied and begins again at 1 must not find what an old store still writes
 
     def __str__(self) -> str:
-        return f"{self.number}-{_text(self.salt)}"
+        return f"{self.number}-{self.salt.hex()}"
 
 
 class Manifest(NamedTuple):
@@ -76,21 +77,21 @@ class Names(NamedTuple):
         return f"{self.prefix}/n/"
 
     def namespace(self, digest: bytes) -> str:
-        return f"{self.namespaces}{_text(digest)}"
+        return f"{self.namespaces}{digest.hex()}"
 
     @property
     def epochs(self) -> str:
         return f"{self.prefix}/e/"
 
     def epoch(self, digest: bytes) -> str:
-        return f"{self.epochs}{_text(digest)}"
+        return f"{self.epochs}{digest.hex()}"
 
     def under(self, digest: bytes, epoch: Epoch) -> EpochNames:
         return EpochNames(f"{self.contents(digest)}{epoch}")
 
     def contents(self, digest: bytes) -> str:
         """What the names of a namespace's manifests, tails and values begin with, in all epochs."""
-        return f"{self.prefix}/{_text(digest)}."
+        return f"{self.prefix}/{digest.hex()}."
 
     def trial(self, word: str) -> str:
         """A name for `kvtally pool check`, which nothing else reads."""
@@ -103,13 +104,13 @@ class EpochNames(NamedTuple):
     root: str
 
     def manifest(self, chain: bytes) -> str:
-        return f"{self.root}/m/{_text(chain)}"
+        return f"{self.root}/m/{chain.hex()}"
 
     def tails(self, chain: bytes) -> str:
-        return f"{self.root}/t/{_text(chain)}"
+        return f"{self.root}/t/{chain.hex()}"
 
     def value(self, chain: bytes, group: int, rank: int, checksum: int) -> str:
-        return f"{self.root}/v/{_text(chain)}.{group}.{rank}.{checksum:016x}"
+        return f"{self.root}/v/{chain.hex()}.{group}.{rank}.{checksum:016x}"
 
     def value_of(self, record: ObjectRecord) -> str:
         return self.value(record.chain, record.group, record.rank, record.checksum)
@@ -138,18 +139,13 @@ def parse(prefix: str, name: str) -> Named | None:
     return None
 
 
-def _text(data: bytes) -> str:
-    """Base32 without padding: S3 and Mooncake want printable names, and not all tools tell capitals apart."""
-    return b32encode(data).decode().rstrip("=").lower()
-
-
 def _bytes(text: str) -> bytes | None:
-    """A digest or chain value from its text."""
+    """A digest from its text."""
     try:
-        data = b32decode(text.upper() + "=" * (-len(text) % 8))
+        data = bytes.fromhex(text)
     except ValueError:
         return None
-    return data if len(data) == CHAIN_BYTES and _text(data) == text else None
+    return data if len(data) == CHAIN_BYTES and data.hex() == text else None
 
 
 # ---- small things: each is packed for one name, and unpacks under no other

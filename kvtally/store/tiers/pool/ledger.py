@@ -120,33 +120,32 @@ class Ledger:
         now_s = self.clock()
         with self._lock:
             found = {chain: self._recent.get(names.manifest(chain), now_s - FRESH_S) for chain in chains}
-        missing = [chain for chain, manifest in found.items() if manifest is None]
+        missing = {chain: names.manifest(chain) for chain, manifest in found.items() if manifest is None}
         if missing:
-            held = self.ask(namespace.digest, [names.manifest(chain) for chain in missing])
-            for chain, data in zip(missing, held, strict=True):
-                found[chain] = manifest = self.manifest(namespace, names, chain, data)
+            held = self.ask(namespace.digest, list(missing.values()))
+            for (chain, name), data in zip(missing.items(), held, strict=True):
+                found[chain] = manifest = self.manifest(namespace, name, chain, data)
                 if manifest is not None:
-                    self.remember(names, manifest, now_s)
+                    self.remember(name, manifest, now_s)
         return found
 
-    def remembered(self, names: EpochNames, chain: bytes) -> Manifest | None:
+    def remembered(self, name: str) -> Manifest | None:
         with self._lock:
-            return self._recent.get(names.manifest(chain), self.clock() - FRESH_S)
+            return self._recent.get(name, self.clock() - FRESH_S)
 
-    def remember(self, names: EpochNames, manifest: Manifest, at_s: float) -> None:
+    def remember(self, name: str, manifest: Manifest, at_s: float) -> None:
         with self._lock:
-            self._recent.put(names.manifest(manifest.boundary.chain), manifest, at_s)
+            self._recent.put(name, manifest, at_s)
 
-    def unremember(self, names: EpochNames, chains: Iterable[bytes]) -> None:
+    def unremember(self, names: Iterable[str]) -> None:
         with self._lock:
-            for chain in chains:
-                self._recent.drop(names.manifest(chain))
+            for name in names:
+                self._recent.drop(name)
 
-    def manifest(self, namespace: Namespace, names: EpochNames, chain: bytes, data: bytes | None) -> Manifest | None:
+    def manifest(self, namespace: Namespace, name: str, chain: bytes, data: bytes | None) -> Manifest | None:
         if data is None:
             return None
-        width = len(namespace.groups) * namespace.ranks
-        manifest = unpack_manifest(names.manifest(chain), data, chain, width)
+        manifest = unpack_manifest(name, data, chain, len(namespace.groups) * namespace.ranks)
         if manifest is None:
             self.count("damaged")
         return manifest

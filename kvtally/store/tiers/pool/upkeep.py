@@ -114,7 +114,7 @@ class Upkeep:
         names = ledger.names_of(namespace.digest)
         if names is None:
             return []
-        ledger.unremember(names, wanted)
+        ledger.unremember(map(names.manifest, wanted))
         values: list[Stored] = []
         empty: list[Stored] = []
         items: dict[str, bytes] = {}
@@ -129,7 +129,7 @@ class Upkeep:
             elif struck:
                 empty.append(Stored(name))
             values += values_of(namespace, names, manifest, struck)
-        ledger.unremember(names, wanted)
+        ledger.unremember(map(names.manifest, wanted))
         if items:
             ledger.engine.put_small(items, self._ttl_s)
         if empty:

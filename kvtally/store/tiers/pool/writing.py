@@ -66,7 +66,7 @@ class Writing:
             self._ledger.engine.put_from(names.value_of(record), source, self._ttl_s)
             with self._merging[hash(record.parent) % _LOCKS]:
                 # Another thread may have added a row since.
-                self._add_row(record, names, self._ledger.remembered(names, record.chain) or manifest)
+                self._add_row(record, names, self._ledger.remembered(names.manifest(record.chain)) or manifest)
         self._ledger.count("written")
 
     def _place(self, record: ObjectRecord) -> tuple[EpochNames, Manifest | None]:
@@ -93,7 +93,7 @@ class Writing:
         manifest = held[record.chain]
         if manifest is not None and manifest.boundary != boundary_of(record):
             ledger.count("damaged")
-            ledger.unremember(names, [record.chain])
+            ledger.unremember([names.manifest(record.chain)])
             manifest = None
         return names, manifest
 
@@ -101,7 +101,8 @@ class Writing:
         ledger, namespace, now_s = self._ledger, record.namespace, self._ledger.clock()
         rows = {**(manifest.rows if manifest is not None else {}), bit_of(record): record.checksum}
         merged = Manifest(boundary_of(record), rows)
-        items = {names.manifest(record.chain): pack_manifest(names.manifest(record.chain), merged)}
+        own = names.manifest(record.chain)
+        items = {own: pack_manifest(own, merged)}
         length = record.end_tokens - record.start_tokens
         if manifest is None and length % namespace.chunk_tokens:
             name = names.tails(record.parent)
@@ -111,7 +112,7 @@ class Writing:
         if is_due:
             items[ledger.names.namespace(namespace.digest)] = canonical(namespace)
         ledger.engine.put_small(items, self._ttl_s)
-        ledger.remember(names, merged, now_s)
+        ledger.remember(own, merged, now_s)
         if is_due:
             self._described[namespace.digest] = now_s
 
