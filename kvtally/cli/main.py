@@ -32,7 +32,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Show the settings that are in force.", no_args_is_help=True, rich_markup_mode=None)
 pool_app = typer.Typer(
-    help="The pool that several stores share: is it fit, what does it hold, how to make it forget.\n\n"
+    help="The pool that several stores share.\n\n"
     "URL is the pool's address, as in store.remote; without one, the settings name it. See docs/pool.md.",
     epilog="Example: kvtally pool check valkey://10.0.0.9:6379 --password-file /etc/kvtally/pool-password",
     no_args_is_help=True,
