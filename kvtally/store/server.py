@@ -437,6 +437,12 @@ def check(config: StoreConfig) -> None:
     if server is not None and client is not None:
         check_certificate(server, client, split_address(config.advertise).host)
     check_admin(config.admin)
+    if config.remote:
+        raise ConfigError(
+            "store.remote: stores of this version do not use a pool yet",
+            remedy="Leave it out. `kvtally pool check URL` examines a pool all the same.",
+            code="KV-102",
+        )
 
 
 def _advertised(address: str, tcp: socket.socket) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtally.config import load
+from kvtally.config import StoreConfig, load
 from kvtally.config.remote import Remote, parse_remote
 from kvtally.errors import ConfigError
+from kvtally.store.server import check
 
 
 @pytest.mark.parametrize(
@@ -179,3 +181,9 @@ class TestSettings:
         flags = {"store.remote": "valkey://kv", f"store.remote_{name}": "/not/there"}
         with pytest.raises(ConfigError, match="is not a file"):
             load(flags=flags, environ={}).store()
+
+
+def test_a_store_does_not_pretend_to_use_a_pool(tmp_path: Path) -> None:
+    config = StoreConfig(socket=str(tmp_path / "s.sock"), memory_bytes=1 << 20, remote="valkey://127.0.0.1:6379")
+    with pytest.raises(ConfigError, match="do not use a pool yet"):
+        check(config)
