@@ -57,5 +57,11 @@ class Alarms:
                 del self._buckets[bucket]
         return None
 
+    def next_ns(self) -> int | None:
+        """The next deadline, or None."""
+        while self._order and not self._buckets[self._order[0]]:
+            del self._buckets[heapq.heappop(self._order)]
+        return self._order[0] * BUCKET_NS if self._order else None
+
     def __len__(self) -> int:
         return sum(len(actions) for actions in self._buckets.values())

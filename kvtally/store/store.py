@@ -367,9 +367,10 @@ class Store:
         self._follow_up(now_ns)
 
     def tick(self, now_ns: int) -> int | None:
-        next_ns = self._context.alarms.run(now_ns)
-        self._follow_up(now_ns)
-        return next_ns
+        self._context.alarms.run(now_ns)
+        self._follow_up(now_ns)  # this may set alarms, too
+        next_ns = self._context.alarms.next_ns()
+        return max(next_ns, now_ns) if next_ns is not None else None
 
     def take_outbox(self) -> list[tuple[int, Reply]]:
         outbox, self._context.outbox = self._context.outbox, []

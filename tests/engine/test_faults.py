@@ -258,7 +258,7 @@ def test_a_hand_off_that_the_arena_cannot_hold_is_not_waited_for(scene: Scene) -
     if told.get("saved_tokens"):  # it was promised, and withdrawn
         assert half.reason == MissReason.ARENA_FULL
     else:
-        assert (told["reason"], half.reason) == (MissReason.ARENA_FULL, MissReason.ABSENT)
+        assert (told["reason"], half.reason) == (MissReason.ARENA_FULL, MissReason.ARENA_FULL)
 
 
 def hand_over(scene: Scene) -> tuple[dict[str, Any], Half]:

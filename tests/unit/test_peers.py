@@ -348,6 +348,16 @@ class TestPromises:
         (found,) = [reply for reply in replies if isinstance(reply, Found)]
         assert (found.end_tokens, found.reason) == (256, MissReason.CHECKSUM)
 
+    def test_an_alarm_that_an_alarm_leads_to_is_not_forgotten(self) -> None:
+        """A lookup whose wait ends gets a lease, and the store must wake up when that expires."""
+        pair = Pair()
+        pair.a.save(0)
+        pair.a.lookup(until_tokens=512, wait_ms=1_000, lease_ms=50)
+        pair.now_ns += 1_010_000_000
+        next_ns = pair.a.store.tick(pair.now_ns)
+        assert next_ns is not None
+        assert next_ns - pair.now_ns <= 60_000_000
+
     def test_another_tickets_withdrawal_changes_nothing(self) -> None:
         pair = Pair()
         pair.b.lookup(source=pair.a, until_tokens=512, wait_ms=1_000, ticket="t")
