@@ -78,7 +78,7 @@ def request(name: str = "r", tokens: list[int] = PROMPT, **changes: Any) -> Any:
         "request_id": name,
         "prompt_token_ids": tokens,
         "all_token_ids": tokens,
-        "_all_token_ids": list(tokens),
+        "_all_token_ids": tokens.copy(),  # of a Private, too: copying looks at no token in Python
         "max_tokens": 16,
         "num_tokens": len(tokens),
         "num_prompt_tokens": len(tokens),
