@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtally.core.hits import Hit, longest_hit, needed
+from kvtally.core.keys import CHAIN_BYTES, ROOT_CHAIN
 from kvtally.core.residency import Family, Node, Residency
 from kvtally.store.lease import Need
+from kvtally.store.tiers.base import Boundary
 from kvtally.wire.messages import Lookup
 
 
@@ -74,6 +76,13 @@ def needs_of(family: Family, request: Lookup, path: Sequence[Node | None], hit: 
         assert node is not None
         needs.append((index, node, masks[index]))
     return needs
+
+
+def boundary_at(request: Lookup, index: int) -> Boundary:
+    """One boundary of a lookup. Each continues the one before."""
+    chains, start = request.chains, request.ends[index - 1] if index else 0
+    parent = chains[(index - 1) * CHAIN_BYTES : index * CHAIN_BYTES] if index else ROOT_CHAIN
+    return Boundary(chains[index * CHAIN_BYTES : (index + 1) * CHAIN_BYTES], parent, start, request.ends[index])
 
 
 def bitmap(row: Sequence[bool]) -> bytes:

@@ -16,7 +16,6 @@ No I/O.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from operator import lt
@@ -25,7 +24,7 @@ from typing import TypeVar
 from msgspec import structs
 
 from kvtally.core.hits import needed
-from kvtally.core.keys import CHAIN_BYTES, ROOT_CHAIN
+from kvtally.core.keys import CHAIN_BYTES
 from kvtally.core.namespace import GroupKind
 from kvtally.core.residency import Family, Node
 from kvtally.store.alarms import Alarm
@@ -34,11 +33,10 @@ from kvtally.store.context import Context, Session
 from kvtally.store.jobs import FindJob, Outcome
 from kvtally.store.lease import Lease
 from kvtally.store.leases import Leases
-from kvtally.store.lookup_view import View, bitmap, hit_of, longest_possible, view_of
+from kvtally.store.lookup_view import View, bitmap, boundary_at, hit_of, longest_possible, view_of
 from kvtally.store.peers import Answer, Peers
 from kvtally.store.receipts import ReceiptDesk
 from kvtally.store.tier_state import TierKind
-from kvtally.store.tiers.base import Boundary
 from kvtally.wire.limits import SECOND_NS
 from kvtally.wire.messages import ALL_RANKS, Found, Lookup, MissReason, Slot
 
@@ -361,7 +359,7 @@ class Lookups:
             id=self._context.new_id(),
             tier=number,
             namespace=family.namespace,
-            boundaries=tuple(_boundaries(request, view.hit.boundaries)),
+            boundaries=tuple(boundary_at(request, at) for at in range(view.hit.boundaries, len(request.ends))),
         )
         alarm = self._context.alarms.set(now_ns + FIND_NS, partial(self._find_late, job.id, number))
         self._finds[job.id] = alarm, family, request
@@ -445,14 +443,6 @@ def _have(family: Family, request: Lookup, view: View) -> list[int]:
             gap = next((index for index in range(first, len(row)) if not row[index]), len(row))
             have[group] = max(have[group], request.ends[gap - 1] if gap else 0)
     return have
-
-
-def _boundaries(request: Lookup, first: int) -> Iterator[Boundary]:
-    """The boundaries of a lookup from the first one on that is not in the hit."""
-    chains, ends = request.chains, request.ends
-    for at in range(first, len(ends)):
-        parent = chains[(at - 1) * CHAIN_BYTES : at * CHAIN_BYTES] if at else ROOT_CHAIN
-        yield Boundary(chains[at * CHAIN_BYTES : (at + 1) * CHAIN_BYTES], parent, ends[at - 1] if at else 0, ends[at])
 
 
 def _last(family: Family, request: Lookup) -> Watch:

@@ -24,13 +24,13 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from kvtally.core.keys import CHAIN_BYTES, ROOT_CHAIN
+from kvtally.core.keys import CHAIN_BYTES
 from kvtally.core.residency import Family
 from kvtally.store.alarms import Alarm
 from kvtally.store.beliefs import LOAN_NS, Beliefs, Claim, Loan
 from kvtally.store.context import Context
 from kvtally.store.jobs import PeerLink
-from kvtally.store.tiers.base import Boundary
+from kvtally.store.lookup_view import boundary_at
 from kvtally.wire.limits import SECOND_NS
 from kvtally.wire.messages import (
     ALL_RANKS,
@@ -436,10 +436,7 @@ def _claims(family: Family, request: Lookup, slots: Sequence[Slot]) -> Iterator[
     """What a peer's slots say. Those that do not fit the question are left out."""
     ends, groups = request.ends, len(family.namespace.groups)
     for slot in slots:
-        at = slot.index
-        if 0 <= at < len(ends) and 0 <= slot.group < groups and 0 <= slot.rank < family.ranks:
-            chain = request.chains[at * CHAIN_BYTES : (at + 1) * CHAIN_BYTES]
-            parent = request.chains[(at - 1) * CHAIN_BYTES : at * CHAIN_BYTES] if at else ROOT_CHAIN
-            boundary = Boundary(chain, parent, ends[at - 1] if at else 0, ends[at])
-            if 0 <= slot.checksum < 1 << 64:
-                yield Claim(boundary, family.bit(slot.group, slot.rank), slot.length_bytes, slot.checksum, at)
+        is_object = 0 <= slot.group < groups and 0 <= slot.rank < family.ranks
+        if is_object and 0 <= slot.index < len(ends) and 0 <= slot.checksum < 1 << 64:
+            boundary, bit = boundary_at(request, slot.index), family.bit(slot.group, slot.rank)
+            yield Claim(boundary, bit, slot.length_bytes, slot.checksum, slot.index)
